@@ -1,0 +1,48 @@
+# attn_ext::torch and attn_ext::torch_python: torch's headers and libraries, taken from its folder.
+#
+# find_package(Torch) is not used: that of a CUDA build of torch fails on a machine without the CUDA toolkit,
+# of which nothing is needed here.
+
+# attn_ext_find_torch(dir): looks in dir, or, where that is empty, beside the TorchConfig.cmake of
+# CMAKE_PREFIX_PATH or Torch_DIR, then in the python3 on PATH. Sets ATTN_EXT_TORCH_DIR, ATTN_EXT_TORCH_VERSION.
+function(attn_ext_find_torch dir)
+  if(NOT dir)
+    find_path(ATTN_EXT_TORCH_CONFIG_DIR TorchConfig.cmake
+      HINTS "${Torch_DIR}" PATH_SUFFIXES share/cmake/Torch Torch NO_CACHE)
+    if(ATTN_EXT_TORCH_CONFIG_DIR)
+      get_filename_component(dir "${ATTN_EXT_TORCH_CONFIG_DIR}/../../.." ABSOLUTE)
+    else()
+      execute_process(
+        COMMAND python3 -c "import importlib.util as u; print(*u.find_spec('torch').submodule_search_locations)"
+        OUTPUT_VARIABLE dir OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+    endif()
+  endif()
+  set(version_header "${dir}/include/torch/headeronly/version.h")
+  if(NOT EXISTS "${version_header}")
+    set(version_header "${dir}/include/torch/csrc/api/include/torch/version.h")
+  endif()
+  if(NOT EXISTS "${version_header}")
+    message(FATAL_ERROR "attn_ext found no torch (looked in '${dir}'): pass -DATTN_EXT_TORCH_DIR=<the folder with "
+                        "torch's include/ and lib/>, or -DCMAKE_PREFIX_PATH=<torch.utils.cmake_prefix_path>.")
+  endif()
+  file(STRINGS "${version_header}" lines REGEX "TORCH_VERSION_(MAJOR|MINOR|PATCH) [0-9]+")
+  string(REGEX MATCHALL "[0-9]+" numbers "${lines}")
+  list(JOIN numbers "." version)
+  set(ATTN_EXT_TORCH_DIR "${dir}" PARENT_SCOPE)
+  set(ATTN_EXT_TORCH_VERSION "${version}" PARENT_SCOPE)
+
+  if(TARGET attn_ext::torch)
+    return()
+  endif()
+  add_library(attn_ext::torch INTERFACE IMPORTED GLOBAL)
+  target_include_directories(attn_ext::torch SYSTEM INTERFACE
+    "${dir}/include" "${dir}/include/torch/csrc/api/include")
+  # The abi that torch was built with; only libtorch for C++ and torch before 2.7 ever had the old one.
+  target_compile_definitions(attn_ext::torch INTERFACE _GLIBCXX_USE_CXX11_ABI=1)
+  # libtorch.so holds no symbol; it is what brings in the libraries of the other devices.
+  target_link_libraries(attn_ext::torch INTERFACE
+    "${dir}/lib/libtorch_cpu.so" "${dir}/lib/libc10.so"
+    "-Wl,--push-state,--no-as-needed,${dir}/lib/libtorch.so,--pop-state")
+  add_library(attn_ext::torch_python INTERFACE IMPORTED GLOBAL)
+  target_link_libraries(attn_ext::torch_python INTERFACE attn_ext::torch "${dir}/lib/libtorch_python.so")
+endfunction()

@@ -1,0 +1,15 @@
+# Every source file of the build.
+
+set(ATTN_EXT_SOURCES
+  csrc/schema.cpp
+  csrc/checks.cpp
+  csrc/autograd/sdpa_autograd.cpp
+  csrc/autocast/sdpa_autocast.cpp
+  csrc/meta/sdpa_meta.cpp
+  csrc/composite/sdpa_composite.cpp)
+
+# Compiled once per instruction set (capabilities.cmake).
+set(ATTN_EXT_KERNEL_SOURCES)
+
+set(ATTN_EXT_PYTHON_SOURCES
+  csrc/python/module.cpp)
