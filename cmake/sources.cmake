@@ -2,6 +2,7 @@
 
 set(ATTN_EXT_SOURCES
   csrc/schema.cpp
+  csrc/args.cpp
   csrc/checks.cpp
   csrc/autograd/sdpa_autograd.cpp
   csrc/autocast/sdpa_autocast.cpp
