@@ -49,7 +49,7 @@ def site_folders():
     else:
         try:
             with open(os.path.join(sys.prefix, "pyvenv.cfg")) as config:
-                sees_system = re.search(r"^include-system-site-packages\s*=\s*true", config.read(), re.I | re.M)
+                sees_system = re.search(r"(?im)^include-system-site-packages\s*=\s*true", config.read())
         except OSError:
             sees_system = None
         if sees_system:
@@ -94,21 +94,27 @@ def find_cmake():
 def check_environment():
     """Everything that a build needs and cannot bring along itself."""
     if sys.version_info < MINIMUM_PYTHON:
-        fail("Python {} or later is needed; this is {}.".format(dotted(MINIMUM_PYTHON), sys.version.split()[0]))
+        fail(f"Python {dotted(MINIMUM_PYTHON)} or later is needed; this is {sys.version.split()[0]}.")
     if not sys.platform.startswith("linux"):
-        fail("only Linux is supported; this is {}.".format(sys.platform))
+        fail(f"only Linux is supported; this is {sys.platform}.")
     compilers = [os.environ["CXX"].split()[0]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
     if not any(map(shutil.which, compilers)):
-        fail("no C++ compiler was found (looked for {}): install GCC 11 or later, or Clang 14 or later, "
-             "or name one in CXX.".format(", ".join(compilers)))
-    if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
-        fail("Python.h is not in {}: install Python's development headers "
-             "(on Debian and Ubuntu the package python3-dev).".format(sysconfig.get_path("include")))
+        fail(
+            f"no C++ compiler was found (looked for {', '.join(compilers)}): install GCC 11 or later, "
+            "or Clang 14 or later, or name one in CXX."
+        )
+    headers = sysconfig.get_path("include")
+    if not os.path.exists(os.path.join(headers, "Python.h")):
+        fail(
+            f"Python.h is not in {headers}: install Python's development headers "
+            "(on Debian and Ubuntu the package python3-dev)."
+        )
     torch = find_torch()
     if torch and numbers(torch.version) < MINIMUM_TORCH:
-        fail("torch {0} or later is needed; {1.directory} is torch {1.version}. "
-             "Upgrade it: python -m pip install --upgrade '{2}'".format(
-                 dotted(MINIMUM_TORCH), torch, TORCH_WHERE_THERE_IS_NONE))
+        fail(
+            f"torch {dotted(MINIMUM_TORCH)} or later is needed; {torch.directory} is torch {torch.version}. "
+            f"Upgrade it: python -m pip install '{TORCH_WHERE_THERE_IS_NONE}'"
+        )
 
 
 def check_build_requirements():
@@ -118,8 +124,7 @@ def check_build_requirements():
     if find_torch() is None:
         missing.append(TORCH_WHERE_THERE_IS_NONE)
     if missing:
-        fail("the build needs {0}: python -m pip install {1}".format(
-            " and ".join(missing), " ".join("'" + m + "'" if "=" in m else m for m in missing)))
+        fail(f"the build needs {' and '.join(missing)}: python -m pip install {' '.join(missing)}")
 
 
 def _build_requires(_config_settings=None):
