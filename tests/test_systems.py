@@ -11,6 +11,17 @@ import attn_ext
 
 SENTENCE = "the quick brown fox jumps over a lazy dog"
 
+# Of the second word of the sentence, as the query of all nine.
+SCORES = [32.4191, -44.9209, 30.4341, -121.9629, -61.8859, -123.4025, 171.9292, 4.6947, 79.1044]
+WEIGHTS = [
+    4.2897e-13, 5.9736e-20, 2.8606e-13, 8.8403e-27, 1.8719e-21, 6.5893e-27, 1.0000, 1.4951e-15, 5.9031e-09
+]  # fmt: skip
+CONTEXT = [
+    -6.1658, 3.3317, -1.4784, 3.0280, -3.0778, -1.9382, 3.2093, 2.9632, 4.7867, 2.5697,
+    -1.9187, -0.8907, 3.5392, -0.1726, -2.6539, 5.6142, -1.1907, 2.2681, -6.4134, 2.0330,
+    3.2004, -8.4279, -5.9757, -6.8775, 3.2998, 4.7060, -3.5087, 5.1399,
+]  # fmt: skip
+
 
 def plain(
     query: Tensor, key: Tensor, value: Tensor, masked_out: Tensor | None = None
@@ -49,16 +60,6 @@ class TestScaledDotProductAndSelfAttention:
 
 
 class TestASentenceStepByStep:
-    SCORES = [32.4191, -44.9209, 30.4341, -121.9629, -61.8859, -123.4025, 171.9292, 4.6947, 79.1044]
-    WEIGHTS = [
-        4.2897e-13, 5.9736e-20, 2.8606e-13, 8.8403e-27, 1.8719e-21, 6.5893e-27, 1.0000, 1.4951e-15, 5.9031e-09
-    ]  # fmt: skip
-    CONTEXT = [
-        -6.1658, 3.3317, -1.4784, 3.0280, -3.0778, -1.9382, 3.2093, 2.9632, 4.7867, 2.5697,
-        -1.9187, -0.8907, 3.5392, -0.1726, -2.6539, 5.6142, -1.1907, 2.2681, -6.4134, 2.0330,
-        3.2004, -8.4279, -5.9757, -6.8775, 3.2998, 4.7060, -3.5087, 5.1399,
-    ]  # fmt: skip
-
     @pytest.fixture
     def embedded(self, device) -> Tensor:
         """The nine words in 16 dims."""
@@ -82,30 +83,30 @@ class TestASentenceStepByStep:
         query, key, value = projected
         # The log-sum-exp over a single key is its score.
         _, lse = torch.ops.attn_ext.sdpa_with_lse(query[1:2], key[:, None], value[:, None], scale=1.0)
-        assert_figures(lse.flatten(), self.SCORES)
+        assert_figures(lse.flatten(), SCORES)
 
     def test_small_weights_of_one_query_are_right_to_four_digits(self, projected):
         query, key, value = projected
         _, weights = torch.ops.attn_ext.sdpa_with_weights(query[1:2], key, value)
-        assert_close(weights[0].cpu(), torch.tensor(self.WEIGHTS), atol=0.0, rtol=5e-5)
+        assert_close(weights[0].cpu(), torch.tensor(WEIGHTS), atol=0.0, rtol=5e-5)
 
     def test_context_of_one_query(self, projected):
         query, key, value = projected
         context = torch.ops.attn_ext.sdpa(query[1:2], key, value)
-        assert_figures(context[0], self.CONTEXT)
+        assert_figures(context[0], CONTEXT)
 
     def test_all_nine_words_at_once(self, projected):
         context, weights = torch.ops.attn_ext.sdpa_with_weights(*projected)
         assert context.shape == (9, 28)
         assert weights.shape == (9, 9)
-        assert_figures(context[1], self.CONTEXT)
+        assert_figures(context[1], CONTEXT)
 
     def test_module_gives_the_same_context(self, embedded, projections):
         attention = attn_ext.SelfAttention(16, head_dim=24, value_dim=28).to(embedded.device)
         for linear, weight in zip(attention.children(), projections, strict=True):
             linear.weight.data = weight
         output, _ = attention(embedded)
-        assert_figures(output[1], self.CONTEXT)
+        assert_figures(output[1], CONTEXT)
 
     def test_three_heads_with_their_own_projections(self, embedded):
         attention = attn_ext.MultiHeadAttention(
