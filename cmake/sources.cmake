@@ -7,7 +7,18 @@ set(ATTN_EXT_SOURCES
   csrc/autograd/sdpa_autograd.cpp
   csrc/autocast/sdpa_autocast.cpp
   csrc/meta/sdpa_meta.cpp
-  csrc/composite/sdpa_composite.cpp)
+  csrc/composite/sdpa_composite.cpp
+  csrc/aten/problem.cpp
+  csrc/aten/contract.cpp
+  csrc/aten/dropout.cpp
+  csrc/aten/tile.cpp
+  csrc/aten/pieces.cpp
+  csrc/aten/backward_tile.cpp
+  csrc/aten/tangents.cpp
+  csrc/aten/sdpa_aten.cpp
+  csrc/capability.cpp
+  csrc/explain.cpp
+  csrc/public_api.cpp)
 
 # Compiled once per instruction set (capabilities.cmake).
 set(ATTN_EXT_KERNEL_SOURCES)
