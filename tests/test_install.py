@@ -98,7 +98,13 @@ def test_an_unbuilt_source_tree_says_how_to_build_it(tmp_path):
         tmp_path / "attn_ext",
         ignore=shutil.ignore_patterns("_build_info.py", "__pycache__", "*.so", "lib"),
     )
-    result = run(sys.executable, "-c", "import attn_ext", cwd=tmp_path)
+    # An editable install adds a finder that would lend its own modules to this copy.
+    loading = (
+        "import sys\n"
+        "sys.meta_path = [f for f in sys.meta_path if 'editable' not in getattr(f, '__module__', '')]\n"
+        "import attn_ext\n"
+    )
+    result = run(sys.executable, "-c", loading, cwd=tmp_path)
     assert result.stderr.splitlines()[-1] == (
         f"ImportError: {tmp_path}/attn_ext is the source of attn_ext, not built: run `python -m pip install "
         f"--no-build-isolation -e {tmp_path}`, or start Python elsewhere to use an installed one."
