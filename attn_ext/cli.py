@@ -1,6 +1,7 @@
 """The command line, ``attn-ext`` or ``python -m attn_ext``."""
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -30,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_parser(subparsers)
     parsed = parser.parse_args(arguments)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows '?'
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows '?'
     try:
         parsed.run(parsed)
     except CommandError as error:

@@ -6,6 +6,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,8 @@ MAX_HEADS = 64
 MAX_WORDS = 512  # weights and picture grow with the square
 TABLE_ROWS, TABLE_COLUMNS = 24, 3
 SEED = 0
+
+T = TypeVar("T")
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -58,8 +61,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(arguments: argparse.Namespace) -> None:
     check_options(arguments)
     words = read_words(arguments.text, arguments.file)
-    context = tokenise(arguments.context or CONTEXT, "--context") if arguments.kind == "cross" else words
-    attention = attend(arguments.kind, arguments.heads or 4, words, context, DTYPES[arguments.dtype])
+    context = tokenise(given(arguments.context, CONTEXT), "--context") if arguments.kind == "cross" else words
+    attention = attend(arguments.kind, given(arguments.heads, 4), words, context, DTYPES[arguments.dtype])
 
     print(f"{attention.description}, {arguments.dtype}: {counted(words)}", end="")
     print(f" attending to {counted(context)}" if arguments.kind == "cross" else "")
@@ -71,6 +74,11 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"path      {attention.path}")
     draw(arguments.out, attention, words, context)
     print(f"picture   {arguments.out}")
+
+
+def given(option: T | None, default: T) -> T:
+    """The option, or its default where it was not given; an empty one was given."""
+    return default if option is None else option
 
 
 def check_options(arguments: argparse.Namespace) -> None:
@@ -91,7 +99,7 @@ def check_options(arguments: argparse.Namespace) -> None:
 
 def read_words(text: str | None, file: Path | None) -> list[str]:
     if file is None:
-        return tokenise(TEXT if text is None else text, "--text")
+        return tokenise(given(text, TEXT), "--text")
     try:
         return tokenise(file.read_text(encoding="utf-8"), str(file))
     except UnicodeDecodeError:
@@ -150,7 +158,8 @@ def embed(words: list[str], context: list[str]) -> tuple[Tensor, Tensor]:
     embedding = nn.Embedding(len(vocabulary), EMBED_DIM)
 
     def embed_one(text: list[str]) -> Tensor:
-        return embedding(torch.tensor([rank[word.lower()] for word in text])) + positions(len(text))
+        words: Tensor = embedding(torch.tensor([rank[word.lower()] for word in text]))
+        return words + positions(len(text))
 
     return embed_one(words), embed_one(context)
 
@@ -162,7 +171,8 @@ def positions(length: int) -> Tensor:
     return torch.stack([angle.sin(), angle.cos()], -1).flatten(-2)
 
 
-def make_module(kind: str, heads: int) -> tuple[nn.Module, str]:
+def make_module(kind: str, heads: int) -> tuple[Any, str]:
+    """The module, whose weights are random, and what it is called."""
     module: nn.Module
     if kind == "self":
         module, description = attn_ext.SelfAttention(EMBED_DIM), "self-attention"

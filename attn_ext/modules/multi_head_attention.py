@@ -227,7 +227,7 @@ def _check_heads(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: in
 
 def _state_from_torch(module: nn.MultiheadAttention) -> dict[str, Tensor]:
     """The state dict of a MultiHeadAttention with the weights of ``module``."""
-    if module.in_proj_weight is not None:
+    if module._qkv_same_embed_dim:
         weights = module.in_proj_weight.chunk(3)
     else:
         weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
