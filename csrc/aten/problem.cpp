@@ -51,8 +51,13 @@ Dims lead_of(const Problem& problem) {
 
 at::Tensor Layout::of_query_heads(const at::Tensor& tensor, int64_t tail_dims) const {
   const at::Tensor padded = pad_front(tensor, batch_dims + 1 + tail_dims);
-  return padded.size(batch_dims) == 1 ? padded.unsqueeze(batch_dims)
-                                      : padded.unflatten(batch_dims, {key_heads, group});
+  if (padded.size(batch_dims) == 1) {
+    return padded.unsqueeze(batch_dims);
+  }
+  Dims shape(padded.sizes().begin(), padded.sizes().end());
+  shape[batch_dims] = key_heads;
+  shape.insert(shape.begin() + batch_dims + 1, group);
+  return padded.view(shape);
 }
 
 at::Tensor Layout::of_key_heads(const at::Tensor& tensor, int64_t tail_dims) const {

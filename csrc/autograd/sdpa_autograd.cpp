@@ -5,7 +5,6 @@
 // gradient in x is the tangent of g along u. Both are compositions of ATen ops, differentiable to any order.
 
 #include <ATen/core/grad_mode.h>
-#include <torch/csrc/autograd/FunctionsManual.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
