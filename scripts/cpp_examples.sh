@@ -19,6 +19,6 @@ cmake --build "$build/examples"
 "$build/examples/direct_call"
 "$venv/bin/python" "$root/examples/cpp/save_module.py" "$build/saved"
 "$build/examples/scripted_module" "$build/saved"
-if ldd "$build/examples/scripted_module" | grep -i python; then
+if ldd "$build/examples/scripted_module" | grep -E 'libpython|libtorch_python'; then
   stop "a C++ program depends on Python."
 fi
