@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
-from ._version_check import check_torch
+from ._version_check import check_build
 
-check_torch()
+check_build()
 
 #: The library itself, without Python in it: what a C++ program links.
 LIBRARY_PATH = Path(__file__).parent / "lib" / "libattn_ext.so"

@@ -22,8 +22,8 @@ from torch import Tensor
 __all__ = [
     "Attention",
     "attention",
-    "philox4x32",
     "dropout_keep",
+    "philox4x32",
     "sdpa",
     "sdpa_with_key_mass",
     "sdpa_with_lse",
@@ -70,7 +70,8 @@ def attention(
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], dim=-3)
-    heads = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+    leading = (t.shape[:-2] for t in (query, key, value))
+    heads = torch.broadcast_shapes(*leading)  # type: ignore[no-untyped-call]
     query, key, value = (t.expand(*heads, *t.shape[-2:]) for t in (query, key, value))
     shape = (*heads, query.shape[-2], key.shape[-2])
 
@@ -127,7 +128,7 @@ def sdpa_with_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 
 
 def sdpa_with_key_mass(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Output and the weights summed over the queries, of :func:`attention`, of which it takes the arguments."""
+    """Output and weights summed over the queries, of :func:`attention`, of which it takes the arguments."""
     result = attention(*args, **kwargs)
     return result.output, result.key_mass
 
@@ -223,7 +224,8 @@ def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, ...], rounds: int
     Four counter words and two key words, as int64 tensors that hold unsigned 32-bit numbers and
     broadcast together; returns the four random words stacked in front.
     """
-    c0, c1, c2, c3 = torch.broadcast_tensors(*counter, *key)[:4]
+    words = torch.broadcast_tensors(*counter, *key)  # type: ignore[no-untyped-call]
+    c0, c1, c2, c3 = words[:4]
     k0, k1 = key
     for _ in range(rounds):
         # The low 64 bits of an int64 product are right even where it wraps round.

@@ -186,7 +186,7 @@ class Case:
         sizes = [s[-3] for s in (self.query, self.key, self.value) if len(s) > 2]
         if self.options.get("enable_gqa") or not sizes:
             return sizes[0] if sizes else 1
-        return math.prod(torch.broadcast_shapes(*[(size,) for size in sizes]))
+        return next((size for size in sizes if size != 1), 1)
 
     @property
     def scores(self) -> int:
@@ -392,7 +392,7 @@ def random_cases(max_length: int = 80, max_dim: int = 40) -> Any:
             return shape[draw(st.integers(0, len(shape))) :]
 
         def size(low: int, high: int) -> int:
-            return draw(st.integers(low, high))
+            return int(draw(st.integers(low, high)))
 
         batch = tuple(draw(st.lists(st.integers(1, 3), max_size=2)))
         kv_heads, group = size(1, 3), size(1, 3)
@@ -434,7 +434,8 @@ def random_cases(max_length: int = 80, max_dim: int = 40) -> Any:
 
 def operator(name: str) -> Callable[..., Any]:
     """``torch.ops.attn_ext.<name>``."""
-    return getattr(torch.ops.attn_ext, name)
+    op: Callable[..., Any] = getattr(torch.ops.attn_ext, name)
+    return op
 
 
 def all_outputs(

@@ -103,7 +103,7 @@ void GradientSums::add_scores(const at::Tensor& grad, const Chunk& chunk) {
 
 void GradientSums::add_sinks(const at::Tensor& grad) {
   if (grad.defined()) {
-    sinks_ = plus(sinks_, sum_down_to(grad.sum(-1), problem_.sinks.sizes()));
+    sinks_ = plus(sinks_, sum_down_to(grad.sum({-2, -1}), problem_.sinks.sizes()));
   }
 }
 

@@ -57,7 +57,7 @@ class GradientSums {
   void add_value(const at::Tensor& grad, const Chunk& chunk) { value_.add(grad, chunk); }
   /// Of dS (lead, rows, keys): summed to the mask's own shape.
   void add_scores(const at::Tensor& grad, const Chunk& chunk);
-  /// (lead, rows) of the sink's weight times row gradient.
+  /// (lead, rows, 1): the sink's weight times the row's gradient.
   void add_sinks(const at::Tensor& grad);
 
   /// In the shapes and dtypes of the inputs.

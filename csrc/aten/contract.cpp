@@ -142,11 +142,11 @@ at::Tensor contract_visible(const at::Tensor& left, Letters left_dims, const at:
     return contract(left, left_dims, right, right_dims, out_dims, lead);
   }
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
-  Dims left_shape(visible.sizes().begin(), visible.sizes().end() - 2);
-  left_shape.append(left.sizes().end() - 2, left.sizes().end());
-  const at::Tensor sees = visible.expand(left_shape).to(left.scalar_type());
-  at::Tensor product =
-      contract(left, left_dims, finite_or_zero(right), right_dims, out_dims, lead);
+  Dims sees_shape(static_cast<size_t>(left.dim() - visible.dim()), 1);
+  sees_shape.append(visible.sizes().begin(), visible.sizes().end() - 2);
+  sees_shape.append(left.sizes().end() - 2, left.sizes().end());
+  const at::Tensor sees = visible.expand(sees_shape).to(left.scalar_type());
+  at::Tensor product = contract(left, left_dims, finite_or_zero(right), right_dims, out_dims, lead);
   const auto show = [&](const at::Tensor& is_special, double special) {
     const at::Tensor count =
         contract(sees, left_dims, is_special.to(left.scalar_type()), right_dims, out_dims, lead);

@@ -83,7 +83,7 @@ SdpaInputs backward_aten(const SdpaOutputs& grads, const SdpaArgs& args, const a
       sums.add_scores(scores.scores, chunk);
     }
     if (wanted.sinks) {
-      sums.add_sinks(times(tile.sink_weights, row_grads(scores.delta, incoming).squeeze(-1)));
+      sums.add_sinks(times(tile.sink_weights.unsqueeze(-1), row_grads(scores.delta, incoming)));
     }
   });
   return sums.finish(args);

@@ -207,10 +207,8 @@ SdpaInputs backward_tangents(const SdpaOutputs& grads, const SdpaArgs& args, con
       sums.add_scores(dot.scores, chunk);
     }
     if (wanted.sinks) {
-      const at::Tensor row_terms = plus(
-          times(tangent.sink_weights, row_grads(scores.delta, incoming)),
-          times(column(tile.sink_weights), row_grads(dot.delta, incoming_tangents)));
-      sums.add_sinks(row_terms.defined() ? row_terms.squeeze(-1) : row_terms);
+      sums.add_sinks(plus(times(tangent.sink_weights, row_grads(scores.delta, incoming)),
+                          times(column(tile.sink_weights), row_grads(dot.delta, incoming_tangents))));
     }
   });
   return sums.finish(args);
