@@ -87,6 +87,16 @@ def sdpa(
         tensor([[6.9999, 7.9999, 8.9999]])
         >>> attn_ext.sdpa(query, key, value, attn_mask=torch.tensor([True, False]))
         tensor([[4., 5., 6.]])
+
+        ALiBi needs no argument of its own: the distance ``i - j`` and the place ``j`` differ by a number that
+        is the same along a row, and the softmax does not see it.
+
+        >>> query, key, value = torch.randn(3, 4, 6, 8)
+        >>> slopes = 2.0 ** -torch.arange(1, 5)
+        >>> bias = slopes[:, None, None] * torch.arange(6)  # (Hq, 1, Lk)
+        >>> distance = torch.arange(6)[:, None] - torch.arange(6)
+        >>> expected = attn_ext.sdpa(query, key, value, -slopes[:, None, None] * distance, is_causal=True)
+        >>> torch.testing.assert_close(attn_ext.sdpa(query, key, value, bias, is_causal=True), expected)
     """
     output: Tensor = torch.ops.attn_ext.sdpa(
         query,
