@@ -32,7 +32,9 @@ std::string choose() {
 
 }  // namespace
 
-std::vector<std::string> available_cpu_capabilities() { return {"aten"}; }
+std::vector<std::string> available_cpu_capabilities() {
+  return {"aten"};
+}
 
 const std::string& cpu_capability() {
   static const std::string capability = choose();

@@ -13,10 +13,10 @@ bool is_supported(at::ScalarType dtype) {
 }
 
 void check_tensor(const at::Tensor& tensor, const char* name, const at::Tensor& query) {
-  TORCH_CHECK(tensor.layout() == at::kStrided, "attn_ext: expected ", name, " to be a dense (strided) tensor, but got layout ",
-              tensor.layout());
-  TORCH_CHECK(tensor.device() == query.device(), "attn_ext: expected ", name, " on the same device as query (",
-              query.device(), "), but got ", tensor.device());
+  TORCH_CHECK(tensor.layout() == at::kStrided, "attn_ext: expected ", name,
+              " to be a dense (strided) tensor, but got layout ", tensor.layout());
+  TORCH_CHECK(tensor.device() == query.device(), "attn_ext: expected ", name,
+              " on the same device as query (", query.device(), "), but got ", tensor.device());
 }
 
 void check_attention_operand(const at::Tensor& tensor, const char* name, const char* shape,
@@ -28,7 +28,9 @@ void check_attention_operand(const at::Tensor& tensor, const char* name, const c
               " to have the same dtype as query (", query.scalar_type(), "), but got ", tensor.scalar_type());
 }
 
-c10::SymInt heads_of(const at::Tensor& tensor) { return tensor.dim() >= 3 ? tensor.sym_size(-3) : 1; }
+c10::SymInt heads_of(const at::Tensor& tensor) {
+  return tensor.dim() >= 3 ? tensor.sym_size(-3) : 1;
+}
 
 /// The size of batch dim `from_heads` places before the head dim; 1 where the tensor has no such dim.
 c10::SymInt batch_size(const at::Tensor& tensor, int64_t from_heads) {
@@ -36,7 +38,9 @@ c10::SymInt batch_size(const at::Tensor& tensor, int64_t from_heads) {
   return dim >= 0 ? tensor.sym_size(dim) : 1;
 }
 
-bool broadcasts(const c10::SymInt& size, const c10::SymInt& to) { return size == 1 || size == to; }
+bool broadcasts(const c10::SymInt& size, const c10::SymInt& to) {
+  return size == 1 || size == to;
+}
 
 void check_batch_dims(const SdpaArgs& args, SdpaSizes& sizes) {
   const int64_t batch_dims =
@@ -48,9 +52,10 @@ void check_batch_dims(const SdpaArgs& args, SdpaSizes& sizes) {
       if (size == 1) {
         size = other;
       }
-      TORCH_CHECK(broadcasts(other, size),
-                  "attn_ext: expected the batch dimensions of query, key and value to broadcast, but got shapes ",
-                  args.query.sym_sizes(), ", ", args.key.sym_sizes(), " and ", args.value.sym_sizes());
+      TORCH_CHECK(
+          broadcasts(other, size),
+          "attn_ext: expected the batch dimensions of query, key and value to broadcast, but got shapes ",
+          args.query.sym_sizes(), ", ", args.key.sym_sizes(), " and ", args.value.sym_sizes());
     }
     sizes.batch.push_back(std::move(size));
   }
@@ -58,17 +63,18 @@ void check_batch_dims(const SdpaArgs& args, SdpaSizes& sizes) {
 
 void check_grouped_heads(const SdpaArgs& args, SdpaSizes& sizes) {
   const auto query_heads = heads_of(args.query), key_heads = heads_of(args.key);
-  TORCH_CHECK(args.query.dim() >= 3 && args.key.dim() >= 3 && args.value.dim() >= 3,
-              "attn_ext: expected query, key and value to have a head dimension (..., heads, length, dim) with "
-              "enable_gqa=True, but got shapes ",
-              args.query.sym_sizes(), ", ", args.key.sym_sizes(), " and ", args.value.sym_sizes());
-  TORCH_CHECK(key_heads == heads_of(args.value),
-              "attn_ext: expected value to have as many heads as key (", key_heads, "), but got ",
-              heads_of(args.value));
-  TORCH_CHECK(key_heads > 0 && query_heads % key_heads == 0,
-              "attn_ext: expected the heads of query to be a multiple of the heads of key with enable_gqa=True, "
-              "but got ",
-              query_heads, " and ", key_heads);
+  TORCH_CHECK(
+      args.query.dim() >= 3 && args.key.dim() >= 3 && args.value.dim() >= 3,
+      "attn_ext: expected query, key and value to have a head dimension (..., heads, length, dim) with "
+      "enable_gqa=True, but got shapes ",
+      args.query.sym_sizes(), ", ", args.key.sym_sizes(), " and ", args.value.sym_sizes());
+  TORCH_CHECK(key_heads == heads_of(args.value), "attn_ext: expected value to have as many heads as key (",
+              key_heads, "), but got ", heads_of(args.value));
+  TORCH_CHECK(
+      key_heads > 0 && query_heads % key_heads == 0,
+      "attn_ext: expected the heads of query to be a multiple of the heads of key with enable_gqa=True, "
+      "but got ",
+      query_heads, " and ", key_heads);
   sizes.heads = query_heads;
   sizes.key_heads = key_heads;
 }
@@ -88,8 +94,9 @@ void check_heads(const SdpaArgs& args, SdpaSizes& sizes) {
       continue;
     }
     const bool groups = other > 0 && heads % other == 0;
-    TORCH_CHECK(false, "attn_ext: expected ", name, " to have as many heads as query (", heads, "), or 1, but got ",
-                other, groups ? ": pass enable_gqa=True if groups of query heads share a key head" : "");
+    TORCH_CHECK(false, "attn_ext: expected ", name, " to have as many heads as query (", heads,
+                "), or 1, but got ", other,
+                groups ? ": pass enable_gqa=True if groups of query heads share a key head" : "");
   }
   sizes.heads = heads;
   sizes.key_heads = heads;
@@ -101,10 +108,12 @@ void check_shapes(const SdpaArgs& args, SdpaSizes& sizes) {
   sizes.key_len = args.key.sym_size(-2);
   sizes.value_dim = args.value.sym_size(-1);
   sizes.has_heads = args.query.dim() >= 3 || args.key.dim() >= 3 || args.value.dim() >= 3;
-  TORCH_CHECK(args.key.sym_size(-1) == sizes.head_dim, "attn_ext: expected key to have the head dim of query (",
-              sizes.head_dim, "), but got ", args.key.sym_size(-1));
-  TORCH_CHECK(args.value.sym_size(-2) == sizes.key_len, "attn_ext: expected value to have the length of key (",
-              sizes.key_len, "), but got ", args.value.sym_size(-2));
+  TORCH_CHECK(args.key.sym_size(-1) == sizes.head_dim,
+              "attn_ext: expected key to have the head dim of query (", sizes.head_dim, "), but got ",
+              args.key.sym_size(-1));
+  TORCH_CHECK(args.value.sym_size(-2) == sizes.key_len,
+              "attn_ext: expected value to have the length of key (", sizes.key_len, "), but got ",
+              args.value.sym_size(-2));
   check_heads(args, sizes);
   check_batch_dims(args, sizes);
 }
@@ -112,15 +121,17 @@ void check_shapes(const SdpaArgs& args, SdpaSizes& sizes) {
 void check_mask(const at::Tensor& mask, const at::Tensor& query, const SdpaSizes& sizes) {
   check_tensor(mask, "attn_mask", query);
   const auto dtype = mask.scalar_type();
-  TORCH_CHECK(dtype == at::kBool || dtype == query.scalar_type() || dtype == at::kFloat,
-              "attn_ext: expected attn_mask to be of dtype Bool (True = takes part), Float or that of query (",
-              query.scalar_type(), "), but got ", dtype);
+  TORCH_CHECK(
+      dtype == at::kBool || dtype == query.scalar_type() || dtype == at::kFloat,
+      "attn_ext: expected attn_mask to be of dtype Bool (True = takes part), Float or that of query (",
+      query.scalar_type(), "), but got ", dtype);
   const SymDimVector weights = sizes.with_tail({sizes.query_len, sizes.key_len});
   bool fits = static_cast<size_t>(mask.dim()) <= weights.size();
   for (int64_t dim = 1; fits && dim <= mask.dim(); ++dim) {
     fits = broadcasts(mask.sym_size(-dim), weights[weights.size() - dim]);
   }
-  TORCH_CHECK(fits, "attn_ext: expected attn_mask to broadcast to (batch..., heads, query length, key length) = ",
+  TORCH_CHECK(fits,
+              "attn_ext: expected attn_mask to broadcast to (batch..., heads, query length, key length) = ",
               c10::SymIntArrayRef(weights), ", but got shape ", mask.sym_sizes());
 }
 
@@ -128,8 +139,8 @@ void check_sinks(const at::Tensor& sinks, const at::Tensor& query, const SdpaSiz
   check_tensor(sinks, "sinks", query);
   const auto dtype = sinks.scalar_type();
   TORCH_CHECK(dtype == query.scalar_type() || dtype == at::kFloat,
-              "attn_ext: expected sinks to have dtype Float or that of query (", query.scalar_type(), "), but got ",
-              dtype);
+              "attn_ext: expected sinks to have dtype Float or that of query (", query.scalar_type(),
+              "), but got ", dtype);
   bool fits = sinks.dim() >= 1 && sinks.dim() <= static_cast<int64_t>(sizes.batch.size()) + 1 &&
               sinks.sym_size(-1) == sizes.heads;
   for (int64_t dim = 2; fits && dim <= sinks.dim(); ++dim) {
@@ -213,6 +224,8 @@ void check_grads(const SdpaOutputs& grads, const SdpaSizes& sizes) {
   check_grad(grads.key_mass, "grad_key_mass", sizes.with_tail({sizes.key_len}));
 }
 
-at::ScalarType accumulation_dtype(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
+at::ScalarType accumulation_dtype(at::ScalarType dtype) {
+  return dtype == at::kDouble ? at::kDouble : at::kFloat;
+}
 
 }  // namespace attn_ext

@@ -12,8 +12,8 @@ using SymDimVector = c10::SmallVector<c10::SymInt, 5>;
 
 /// The sizes of a call, after broadcasting.
 struct SdpaSizes {
-  SymDimVector batch;  // the broadcast dims before the heads
-  bool has_heads;      // false where query, key and value are matrices: the outputs have no head dim then
+  SymDimVector batch;     // the broadcast dims before the heads
+  bool has_heads;         // false where query, key and value are matrices: the outputs have no head dim then
   c10::SymInt heads;      // of the output
   c10::SymInt key_heads;  // of key and value; equal to heads without enable_gqa, broadcast included
   c10::SymInt query_len, key_len, head_dim, value_dim;

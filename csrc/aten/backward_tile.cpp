@@ -69,8 +69,8 @@ ScoreGrads score_grads(const Problem& problem, const Tile& tile, const OutputGra
   return result;
 }
 
-at::Tensor score_product(const Tile& tile, const at::Tensor& scores, const at::Tensor& factor, Letters factor_dims,
-                         Letters out_dims, const Dims& lead, double scale) {
+at::Tensor score_product(const Tile& tile, const at::Tensor& scores, const at::Tensor& factor,
+                         Letters factor_dims, Letters out_dims, const Dims& lead, double scale) {
   if (!scores.defined() || !factor.defined()) {
     return {};
   }
@@ -119,8 +119,7 @@ SdpaInputs GradientSums::finish(const SdpaArgs& args) const {
   return {finish_one(query_.join(-2), args.query, wanted_.query),
           finish_one(key_.total(), args.key, wanted_.key),
           finish_one(value_.total(), args.value, wanted_.value),
-          finish_one(mask, args.attn_mask, wanted_.attn_mask),
-          finish_one(sinks_, args.sinks, wanted_.sinks)};
+          finish_one(mask, args.attn_mask, wanted_.attn_mask), finish_one(sinks_, args.sinks, wanted_.sinks)};
 }
 
 }  // namespace attn_ext

@@ -11,8 +11,8 @@
 
 namespace attn_ext {
 
-/// Gradients (or their tangents) of a pass's outputs: of the whole call in the canonical layout, or of a chunk
-/// in the dtype of accumulation. Undefined stands for zero.
+/// Gradients (or their tangents) of a pass's outputs: of the whole call in the canonical layout, or of a
+/// chunk in the dtype of accumulation. Undefined stands for zero.
 struct OutputGrads {
   at::Tensor output;    // (lead, rows, Dv)
   at::Tensor lse;       // (lead, rows)
@@ -36,10 +36,10 @@ at::Tensor applied_weights_grad(const at::Tensor& value, const OutputGrads& grad
 
 ScoreGrads score_grads(const Problem& problem, const Tile& tile, const OutputGrads& grads);
 
-/// scale · dS K or scale · dSᵀ Q, undefined where a factor is. A NaN that is visible is in dS already, so none
-/// is taken from `factor`, where it may be masked.
-at::Tensor score_product(const Tile& tile, const at::Tensor& scores, const at::Tensor& factor, Letters factor_dims,
-                         Letters out_dims, const Dims& lead, double scale);
+/// scale · dS K or scale · dSᵀ Q, undefined where a factor is. A NaN that is visible is in dS already, so
+/// none is taken from `factor`, where it may be masked.
+at::Tensor score_product(const Tile& tile, const at::Tensor& scores, const at::Tensor& factor,
+                         Letters factor_dims, Letters out_dims, const Dims& lead, double scale);
 
 /// Pdᵀ dO, undefined where a factor is.
 at::Tensor value_grad(const Tile& tile, const at::Tensor& weights, const at::Tensor& grad, const Dims& lead);

@@ -14,13 +14,13 @@ namespace attn_ext {
 
 namespace {
 
-/// False only if a look at the data shows that every value is finite. Where looking would wait for a device, or
-/// the data cannot be looked at (inside a function transform), the careful way is taken unseen.
+/// False only if a look at the data shows that every value is finite. Where looking would wait for a device,
+/// or the data cannot be looked at (inside a function transform), the careful way is taken unseen.
 bool may_hold_nonfinite(const at::Tensor& tensor) {
-  const bool readable =
-      tensor.device().is_cpu() && !tensor.key_set().has_any(c10::DispatchKeySet(
-                                      {c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
-                                       c10::DispatchKey::Batched, c10::DispatchKey::Python}));
+  const bool readable = tensor.device().is_cpu() &&
+                        !tensor.key_set().has_any(c10::DispatchKeySet(
+                            {c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
+                             c10::DispatchKey::Batched, c10::DispatchKey::Python}));
   return !readable || !at::isfinite(tensor).all().item<bool>();
 }
 

@@ -17,8 +17,8 @@ using Letters = std::string_view;
 at::Tensor contract(const at::Tensor& left, Letters left_dims, const at::Tensor& right, Letters right_dims,
                     Letters out_dims, const Dims& lead);
 
-/// contract, where `left` is zero at what `visible` (undefined: all is visible) hides, and `right` may hold NaN
-/// and Inf: they reach only what sees them, where 0 · NaN would reach all.
+/// contract, where `left` is zero at what `visible` (undefined: all is visible) hides, and `right` may hold
+/// NaN and Inf: they reach only what sees them, where 0 · NaN would reach all.
 at::Tensor contract_visible(const at::Tensor& left, Letters left_dims, const at::Tensor& visible,
                             const at::Tensor& right, Letters right_dims, Letters out_dims, const Dims& lead);
 

@@ -66,9 +66,8 @@ at::Tensor dropout_multiplier(const Problem& problem, const Chunk& chunk) {
   const at::Tensor rows = at::arange(chunk.row_begin, chunk.row_end, options).view({chunk.rows(), 1, 1});
   const at::Tensor head =
       at::arange(heads, options).view({problem.layout.key_heads, problem.layout.group, 1, 1, 1});
-  const Counter words =
-      philox({columns, rows, head, batch_index(problem, problem.seed_dims, options)},
-             seed.__and__(kLow32), seed.__rshift__(32).__and__(kLow32));
+  const Counter words = philox({columns, rows, head, batch_index(problem, problem.seed_dims, options)},
+                               seed.__and__(kLow32), seed.__rshift__(32).__and__(kLow32));
 
   const at::Tensor draws = at::stack(at::TensorList(words.data(), kWords), -2).flatten(-3);
   const int64_t skipped = chunk.key_begin - block_begin * kBlockColumns;

@@ -1,5 +1,5 @@
-// The dropout draw: Philox4x32-10, a counter-based generator (Salmon et al., "Parallel random numbers: as easy
-// as 1, 2, 3", 2011), written with integer tensor ops so that any device makes the same draw.
+// The dropout draw: Philox4x32-10, a counter-based generator (Salmon et al., "Parallel random numbers: as
+// easy as 1, 2, 3", 2011), written with integer tensor ops so that any device makes the same draw.
 #pragma once
 
 #include "problem.h"

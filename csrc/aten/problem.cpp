@@ -16,7 +16,9 @@ at::Tensor pad_front(const at::Tensor& tensor, int64_t dims) {
   return tensor.view(shape);
 }
 
-int64_t broadcast_size(int64_t a, int64_t b) { return a == 1 ? b : a; }
+int64_t broadcast_size(int64_t a, int64_t b) {
+  return a == 1 ? b : a;
+}
 
 /// A distance that no sequence reaches: beyond it sums would overflow and mean nothing more.
 constexpr int64_t kFar = int64_t{1} << 60;

@@ -79,7 +79,8 @@ void for_each_chunk(const Problem& problem, Function function) {
   for (int64_t begin = 0; begin < problem.query_len; begin += step) {
     const int64_t end = std::min(begin + step, problem.query_len);
     int64_t key_begin = problem.band.low ? std::max<int64_t>(begin + *problem.band.low, 0) : 0;
-    int64_t key_end = problem.band.high ? std::min(end + *problem.band.high, problem.key_len) : problem.key_len;
+    int64_t key_end =
+        problem.band.high ? std::min(end + *problem.band.high, problem.key_len) : problem.key_len;
     if (key_begin >= key_end) {
       key_begin = key_end = 0;
     }

@@ -38,7 +38,8 @@ SdpaOutputs forward_aten(const SdpaArgs& args, SideOutputs wanted) {
     }
   });
 
-  const auto finish = [&](const at::Tensor& result, std::initializer_list<int64_t> tail, at::ScalarType dtype) {
+  const auto finish = [&](const at::Tensor& result, std::initializer_list<int64_t> tail,
+                          at::ScalarType dtype) {
     const Dims shape = problem.output_shape(tail);
     return result.defined() ? result.to(dtype).reshape(shape).contiguous()
                             : at::zeros(shape, args.query.options().dtype(dtype));
@@ -74,7 +75,8 @@ SdpaInputs backward_aten(const SdpaOutputs& grads, const SdpaArgs& args, const a
       sums.add_query(score_product(tile, scores.products, tile.key, "KD", "QD", query_lead, problem.scale));
     }
     if (wanted.key) {
-      sums.add_key(score_product(tile, scores.products, tile.query, "QD", "KD", key_lead, problem.scale), chunk);
+      sums.add_key(score_product(tile, scores.products, tile.query, "QD", "KD", key_lead, problem.scale),
+                   chunk);
     }
     if (wanted.value) {
       sums.add_value(value_grad(tile, tile.applied_weights(), incoming.output, value_lead), chunk);

@@ -69,7 +69,9 @@ struct TileTangent {
   }
 };
 
-at::Tensor column(const at::Tensor& rows) { return rows.defined() ? rows.unsqueeze(-1) : rows; }
+at::Tensor column(const at::Tensor& rows) {
+  return rows.defined() ? rows.unsqueeze(-1) : rows;
+}
 
 TileTangent tile_tangent(const Problem& problem, const Tile& tile, const Direction& along) {
   const auto scores_of = [&](const at::Tensor& query, const at::Tensor& key) {
@@ -96,15 +98,15 @@ TileTangent tile_tangent(const Problem& problem, const Tile& tile, const Directi
 
 /// Pd V, with what is masked in V kept out.
 at::Tensor values(const Tile& tile, const at::Tensor& weights, const at::Tensor& value) {
-  return weights.defined() && value.defined()
-             ? contract_visible(weights, "QK", tile.visible, value, "KD", "QD", broadcast_lead(weights, value))
-             : at::Tensor();
+  return weights.defined() && value.defined() ? contract_visible(weights, "QK", tile.visible, value, "KD",
+                                                                 "QD", broadcast_lead(weights, value))
+                                              : at::Tensor();
 }
 
 /// The tangents of dP, delta, dS and of dS before softcap, as in ScoreGrads.
 ScoreGrads score_grad_tangents(const Problem& problem, const Tile& tile, const TileTangent& tangent,
-                               const OutputGrads& grads, const OutputGrads& grad_tangents, const Direction& along,
-                               const ScoreGrads& scores) {
+                               const OutputGrads& grads, const OutputGrads& grad_tangents,
+                               const Direction& along, const ScoreGrads& scores) {
   ScoreGrads result;
   const OutputGrads output_only{grads.output, {}, {}, {}};
   result.probabilities =
@@ -119,15 +121,15 @@ ScoreGrads score_grad_tangents(const Problem& problem, const Tile& tile, const T
     result.delta = delta_terms.sum(-1, /*keepdim=*/true);
   }
   result.centred = plus(result.probabilities, row_grads(result.delta, grad_tangents));
-  result.scores = tile.only_visible(
-      plus(times(tangent.weights, scores.centred), times(tile.weights, result.centred)));
+  result.scores =
+      tile.only_visible(plus(times(tangent.weights, scores.centred), times(tile.weights, result.centred)));
   result.products = result.scores;
   if (tile.capped.defined()) {
     // slope' = -2 capped capped' / softcap²
     const at::Tensor slope_tangent =
         times(tile.capped * (-2.0 / (problem.softcap * problem.softcap)), tangent.capped);
-    result.products = tile.only_visible(plus(times(result.scores, tile.softcap_slope(problem.softcap)),
-                                             times(scores.scores, slope_tangent)));
+    result.products = tile.only_visible(
+        plus(times(result.scores, tile.softcap_slope(problem.softcap)), times(scores.scores, slope_tangent)));
   }
   return result;
 }
@@ -147,7 +149,8 @@ SdpaOutputs forward_tangents(const SdpaArgs& args, const SdpaInputs& direction, 
     const at::Tensor values_tangent =
         plus(values(tile, applied, tile.value), values(tile, tile.applied_weights(), along.value));
     if (values_tangent.defined()) {
-      output.add(values_tangent.to(problem.dtype).expand(problem.with_tail({chunk.rows(), problem.value_dim})));
+      output.add(
+          values_tangent.to(problem.dtype).expand(problem.with_tail({chunk.rows(), problem.value_dim})));
     }
     if (tangent.lse.defined()) {
       lse.add(tangent.lse.squeeze(-1).expand(problem.with_tail({chunk.rows()})));
@@ -160,7 +163,8 @@ SdpaOutputs forward_tangents(const SdpaArgs& args, const SdpaInputs& direction, 
       key_mass.add(applied.sum(-2), chunk);
     }
   });
-  const auto finish = [&](const at::Tensor& result, std::initializer_list<int64_t> tail, at::ScalarType dtype) {
+  const auto finish = [&](const at::Tensor& result, std::initializer_list<int64_t> tail,
+                          at::ScalarType dtype) {
     return result.defined() ? result.to(dtype).reshape(problem.output_shape(tail)).contiguous() : result;
   };
   const at::Tensor& mass = key_mass.total();
@@ -187,21 +191,23 @@ SdpaInputs backward_tangents(const SdpaOutputs& grads, const SdpaArgs& args, con
     const OutputGrads incoming = narrow_grads(problem, all_grads, chunk);
     const OutputGrads incoming_tangents = narrow_grads(problem, all_grad_tangents, chunk);
     const ScoreGrads scores = score_grads(problem, tile, incoming);
-    const ScoreGrads dot = score_grad_tangents(problem, tile, tangent, incoming, incoming_tangents, along, scores);
+    const ScoreGrads dot =
+        score_grad_tangents(problem, tile, tangent, incoming, incoming_tangents, along, scores);
     if (wanted.query) {
-      sums.add_query(plus(score_product(tile, dot.products, tile.key, "KD", "QD", query_lead, problem.scale),
-                          score_product(tile, scores.products, along.key, "KD", "QD", query_lead, problem.scale)));
+      sums.add_query(
+          plus(score_product(tile, dot.products, tile.key, "KD", "QD", query_lead, problem.scale),
+               score_product(tile, scores.products, along.key, "KD", "QD", query_lead, problem.scale)));
     }
     if (wanted.key) {
-      sums.add_key(plus(score_product(tile, dot.products, tile.query, "QD", "KD", key_lead, problem.scale),
-                        score_product(tile, scores.products, along.query, "QD", "KD", key_lead, problem.scale)),
-                   chunk);
+      sums.add_key(
+          plus(score_product(tile, dot.products, tile.query, "QD", "KD", key_lead, problem.scale),
+               score_product(tile, scores.products, along.query, "QD", "KD", key_lead, problem.scale)),
+          chunk);
     }
     if (wanted.value) {
-      sums.add_value(
-          plus(value_grad(tile, tangent.applied_weights(tile), incoming.output, value_lead),
-               value_grad(tile, tile.applied_weights(), incoming_tangents.output, value_lead)),
-          chunk);
+      sums.add_value(plus(value_grad(tile, tangent.applied_weights(tile), incoming.output, value_lead),
+                          value_grad(tile, tile.applied_weights(), incoming_tangents.output, value_lead)),
+                     chunk);
     }
     if (wanted.attn_mask) {
       sums.add_scores(dot.scores, chunk);

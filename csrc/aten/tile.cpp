@@ -60,7 +60,8 @@ at::Tensor make_scores(const Problem& problem, Tile& tile) {
       scores = scores + mask.to(problem.accumulator);
     }
   }
-  return tile.visible.defined() ? at::where(tile.visible, scores, -kInfinity).to(problem.accumulator) : scores;
+  return tile.visible.defined() ? at::where(tile.visible, scores, -kInfinity).to(problem.accumulator)
+                                : scores;
 }
 
 /// (lead, rows, 1); 0 where a row sees nothing, so that exp(-inf - 0) = 0 and no NaN arises.
@@ -103,7 +104,8 @@ at::Tensor Tile::softcap_slope(double softcap) const {
 }
 
 at::Tensor Tile::only_visible(const at::Tensor& scores) const {
-  return visible.defined() && scores.defined() ? at::where(visible, scores, 0.0).to(scores.scalar_type()) : scores;
+  return visible.defined() && scores.defined() ? at::where(visible, scores, 0.0).to(scores.scalar_type())
+                                               : scores;
 }
 
 at::Tensor narrow_rows(const at::Tensor& tensor, const Chunk& chunk) {

@@ -5,7 +5,8 @@
 
 namespace attn_ext {
 
-/// S = softcap(scale · Q Kᵀ) + bias over what is visible;  P = exp(S - lse), lse = log(sum_j exp S + exp sink).
+/// S = softcap(scale · Q Kᵀ) + bias over what is visible;  P = exp(S - lse), lse = log(sum_j exp S + exp
+/// sink).
 struct Tile {
   Chunk chunk;
   at::Tensor query;         // (lead, rows, D)

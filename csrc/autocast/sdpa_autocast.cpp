@@ -40,7 +40,11 @@ void register_autocast(torch::Library& m) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(attn_ext, AutocastCPU, m) { register_autocast<c10::DeviceType::CPU>(m); }
-TORCH_LIBRARY_IMPL(attn_ext, AutocastCUDA, m) { register_autocast<c10::DeviceType::CUDA>(m); }
+TORCH_LIBRARY_IMPL(attn_ext, AutocastCPU, m) {
+  register_autocast<c10::DeviceType::CPU>(m);
+}
+TORCH_LIBRARY_IMPL(attn_ext, AutocastCUDA, m) {
+  register_autocast<c10::DeviceType::CUDA>(m);
+}
 
 }  // namespace attn_ext

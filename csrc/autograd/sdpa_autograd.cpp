@@ -1,16 +1,17 @@
 // Derivatives of the internal pair: reverse mode by a node each, forward mode by the tangents of csrc/aten.
 //
 // With f the forward pass and g(x, ct) = grad_x <ct, f(x)> its backward pass, the backward of g needs nothing
-// new: for an incoming u, its gradient in ct is the tangent of f along u, and (second derivatives commute) its
-// gradient in x is the tangent of g along u. Both are compositions of ATen ops, differentiable to any order.
+// new: for an incoming u, its gradient in ct is the tangent of f along u, and (second derivatives commute)
+// its gradient in x is the tangent of g along u. Both are compositions of ATen ops, differentiable to any
+// order.
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
-#include "../aten/tangents.h"
 #include "../args.h"
+#include "../aten/tangents.h"
 #include "node_compat.h"
 
 namespace attn_ext {
@@ -113,8 +114,9 @@ bool inputs_require_grad(const SdpaArgs& args) {
 }
 
 /// Gradients of the gradients: the node behind `_sdpa_backward`.
-/// Its inputs are those of the op that carry derivatives: grads (4), then query, key, value, attn_mask, sinks.
-/// `output` and `lse`, which the op takes beside them, are functions of these and have no derivative of their own.
+/// Its inputs are those of the op that carry derivatives: grads (4), then query, key, value, attn_mask,
+/// sinks. `output` and `lse`, which the op takes beside them, are functions of these and have no derivative
+/// of their own.
 struct SdpaBackwardBackward : public torch::autograd::Node {
   std::string name() const override { return "SdpaBackwardBackward"; }
 
@@ -134,7 +136,8 @@ struct SdpaBackwardBackward : public torch::autograd::Node {
       return result;
     }
     const SdpaArgs saved = args.unpack();
-    const SdpaOutputs grads{grad_output.unpack(), grad_lse.unpack(), grad_weights.unpack(), grad_key_mass.unpack()};
+    const SdpaOutputs grads{grad_output.unpack(), grad_lse.unpack(), grad_weights.unpack(),
+                            grad_key_mass.unpack()};
     if (task_should_compute_output({{0, 4}})) {
       const SideOutputs wanted{grads.weights.defined(), grads.key_mass.defined()};
       const SdpaOutputs along = forward_tangents(saved, direction, wanted);
@@ -144,8 +147,9 @@ struct SdpaBackwardBackward : public torch::autograd::Node {
       result[3] = along.key_mass;
     }
     if (task_should_compute_output({{4, 9}})) {
-      InputMask wanted{task_should_compute_output(4), task_should_compute_output(5), task_should_compute_output(6),
-                       task_should_compute_output(7), task_should_compute_output(8)};
+      InputMask wanted{task_should_compute_output(4), task_should_compute_output(5),
+                       task_should_compute_output(6), task_should_compute_output(7),
+                       task_should_compute_output(8)};
       std::tie(result[4], result[5], result[6], result[7], result[8]) =
           backward_tangents(grads, saved, {}, direction, wanted).to_tuple();
     }
@@ -159,7 +163,8 @@ struct SdpaBackwardBackward : public torch::autograd::Node {
 SdpaInputs backward_autograd(const SdpaOutputs& grads, const SdpaArgs& args, const at::Tensor& output,
                              const at::Tensor& lse, InputMask wanted) {
   decltype(make_node<SdpaBackwardBackward>()) node;
-  if (inputs_require_grad(args) || compute_requires_grad(grads.output, grads.lse, grads.weights, grads.key_mass)) {
+  if (inputs_require_grad(args) ||
+      compute_requires_grad(grads.output, grads.lse, grads.weights, grads.key_mass)) {
     node = make_node<SdpaBackwardBackward>();
     auto edges = collect_next_edges(grads.output, grads.lse, grads.weights, grads.key_mass);
     for (auto& edge : input_edges(args)) {
@@ -215,8 +220,7 @@ struct SdpaBackward : public torch::autograd::Node {
                            task_should_compute_output(2), task_should_compute_output(3),
                            task_should_compute_output(4)};
     std::tie(result[0], result[1], result[2], result[3], result[4]) =
-        call_backward(grads, args.unpack(), output.unpack(getptr()), lse.unpack(getptr()), wanted)
-            .to_tuple();
+        call_backward(grads, args.unpack(), output.unpack(getptr()), lse.unpack(getptr()), wanted).to_tuple();
     return result;
   }
 

@@ -15,14 +15,17 @@ namespace {
 SdpaOutputs forward(SdpaArgs args, SideOutputs wanted) {
   if (args.dropout_p > 0.0) {
     check_args(args);  // a call that is refused draws nothing
-    args.dropout_seed = at::randint(std::numeric_limits<int64_t>::max(), {}, args.query.options().dtype(at::kLong));
+    args.dropout_seed =
+        at::randint(std::numeric_limits<int64_t>::max(), {}, args.query.options().dtype(at::kLong));
   }
   return call_forward(args, wanted);
 }
 
 }  // namespace
 
-at::Tensor sdpa_composite(const SdpaArgs& args) { return forward(args, {}).output; }
+at::Tensor sdpa_composite(const SdpaArgs& args) {
+  return forward(args, {}).output;
+}
 
 TensorPair sdpa_with_weights_composite(const SdpaArgs& args) {
   auto outputs = forward(args, {.weights = true});
@@ -50,9 +53,13 @@ void register_composites(torch::Library& m) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(attn_ext, CompositeImplicitAutograd, m) { register_composites(m); }
+TORCH_LIBRARY_IMPL(attn_ext, CompositeImplicitAutograd, m) {
+  register_composites(m);
+}
 
 // Under vmap too a public op is its composite; without this the per-sample fallback would take it.
-TORCH_LIBRARY_IMPL(attn_ext, FuncTorchBatched, m) { register_composites(m); }
+TORCH_LIBRARY_IMPL(attn_ext, FuncTorchBatched, m) {
+  register_composites(m);
+}
 
 }  // namespace attn_ext

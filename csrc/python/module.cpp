@@ -18,10 +18,9 @@ py::dict explain(const at::Tensor& query, const at::Tensor& key, const at::Tenso
                  std::optional<double> scale, bool enable_gqa, std::optional<int64_t> window_left,
                  std::optional<int64_t> window_right, int64_t query_offset, double softcap,
                  const attn_ext::OptionalTensor& sinks) {
-  const attn_ext::Explanation explanation =
-      attn_ext::public_kernel<&attn_ext::explain>(query, key, value, attn_mask, dropout_p, is_causal, scale,
-                                                  enable_gqa, sym_int(window_left), sym_int(window_right),
-                                                  query_offset, softcap, sinks);
+  const attn_ext::Explanation explanation = attn_ext::public_kernel<&attn_ext::explain>(
+      query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, sym_int(window_left),
+      sym_int(window_right), query_offset, softcap, sinks);
   py::dict fields;
   fields["path"] = explanation.path;
   fields["capability"] = explanation.capability;
@@ -38,8 +37,9 @@ py::dict explain(const at::Tensor& query, const at::Tensor& key, const at::Tenso
 PYBIND11_MODULE(_C, m) {
   m.def("cpu_capability", &attn_ext::cpu_capability);
   m.def("available_cpu_capabilities", &attn_ext::available_cpu_capabilities);
-  m.def("explain", &explain, py::arg("query"), py::arg("key"), py::arg("value"), py::arg("attn_mask") = py::none(),
-        py::arg("dropout_p") = 0.0, py::arg("is_causal") = false, py::kw_only(), py::arg("scale") = py::none(),
-        py::arg("enable_gqa") = false, py::arg("window_left") = py::none(), py::arg("window_right") = py::none(),
+  m.def("explain", &explain, py::arg("query"), py::arg("key"), py::arg("value"),
+        py::arg("attn_mask") = py::none(), py::arg("dropout_p") = 0.0, py::arg("is_causal") = false,
+        py::kw_only(), py::arg("scale") = py::none(), py::arg("enable_gqa") = false,
+        py::arg("window_left") = py::none(), py::arg("window_right") = py::none(),
         py::arg("query_offset") = 0, py::arg("softcap") = 0.0, py::arg("sinks") = py::none());
 }

@@ -44,7 +44,8 @@ ATTN_EXT_API at::Tensor sdpa(const at::Tensor& query, const at::Tensor& key, con
                              const SdpaOptions& options = {});
 
 /// (output, weights (..., Hq, Lq, Lk)), weights after dropout.
-ATTN_EXT_API std::tuple<at::Tensor, at::Tensor> sdpa_with_weights(const at::Tensor& query, const at::Tensor& key,
+ATTN_EXT_API std::tuple<at::Tensor, at::Tensor> sdpa_with_weights(const at::Tensor& query,
+                                                                  const at::Tensor& key,
                                                                   const at::Tensor& value,
                                                                   const SdpaOptions& options = {});
 
@@ -54,7 +55,8 @@ ATTN_EXT_API std::tuple<at::Tensor, at::Tensor> sdpa_with_lse(const at::Tensor& 
                                                               const SdpaOptions& options = {});
 
 /// (output, key_mass (..., Hq, Lk)), the weights summed over the queries.
-ATTN_EXT_API std::tuple<at::Tensor, at::Tensor> sdpa_with_key_mass(const at::Tensor& query, const at::Tensor& key,
+ATTN_EXT_API std::tuple<at::Tensor, at::Tensor> sdpa_with_key_mass(const at::Tensor& query,
+                                                                   const at::Tensor& key,
                                                                    const at::Tensor& value,
                                                                    const SdpaOptions& options = {});
 
