@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -38,4 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CommandError as error:
         print(f"attn-ext: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader, say `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import shlex
 import subprocess
 import sys
 
@@ -218,6 +219,15 @@ def test_python_dash_m(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr == "attn-ext: cannot read nowhere.txt: No such file or directory\n"
+
+
+def test_a_reader_that_leaves_early_is_no_error(tmp_path):
+    command = f"{shlex.quote(sys.executable)} -u -m attn_ext demo --kind self | head -n 1"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.stdout.count("\n") == 1
+    assert done.stderr == ""
 
 
 def exit_code(arguments: list[str]) -> int:
