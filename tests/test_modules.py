@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-import attn_ext
-from attn_ext import CrossAttention, MultiHeadAttention, ScaledDotProductAttention, SelfAttention
+from attn_ext import CrossAttention, MultiHeadAttention, ScaledDotProductAttention, SelfAttention, reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
@@ -59,7 +58,7 @@ def oracle(module: nn.Module, *inputs: Tensor, **options) -> tuple[Tensor, Tenso
         options["enable_gqa"] = True
     else:
         projected = module.project(*inputs)
-    output, weights = attn_ext.reference.sdpa_with_weights(*projected, **options)
+    output, weights = reference.sdpa_with_weights(*projected, **options)
     output, weights = output.to(inputs[0]), weights.to(inputs[0])
     if isinstance(module, MultiHeadAttention):
         output = module.out_proj(output.transpose(-3, -2).flatten(-2))
