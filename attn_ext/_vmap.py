@@ -1,11 +1,12 @@
 """Batching rules of the internal ops for :func:`torch.vmap`; the public ops decompose into these.
 
-A vmapped dim becomes the first batch dim. Tensors that are not vmapped get a first dim of 1 and broadcast, so
-nothing is copied for them. The head dim counts from the right, so every sample is padded to the same number of
+A vmapped dim becomes the first batch dim. Tensors that are not vmapped get a first dim of 1 and broadcast,
+so nothing is copied for them. The head dim counts from the right, so every sample is padded to the same number of
 dims first, to at least three.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ def _to_front(tensor: Tensor, bdim: int | None, sample_dims: int) -> Tensor:
 def _batch_inputs(
     batch_size: int, in_dims: Sequence[int | None], tensors: Sequence[Tensor | None]
 ) -> tuple[list[Tensor | None], int, int]:
-    """The six tensors of a call with the vmapped dim in front; dims of a sample's output, and those it is padded to."""
+    """The six tensors with the vmapped dim in front; the dims of a sample's output, and of it padded."""
     operands = tensors[:3]
     output_dims = max(_sample_dims(t, d) for t, d in zip(operands, in_dims, strict=False) if t is not None)
     padded_dims = max(output_dims, 3)
@@ -50,24 +51,24 @@ def _restore(result: Tensor | None, drop_head: bool) -> Tensor | None:
     return result.squeeze(1) if result is not None and drop_head else result
 
 
-def _forward_rule(info, in_dims, *args) -> Rule:  # type: ignore[no-untyped-def]
+def _forward_rule(info: Any, in_dims: Sequence[int | None], *args: Any) -> Rule:
     tensors, output_dims, padded_dims = _batch_inputs(
         info.batch_size, in_dims[:_FORWARD_TENSORS], args[:_FORWARD_TENSORS]
     )
-    outputs = torch.ops.attn_ext._sdpa_forward(*tensors, *args[_FORWARD_TENSORS:])
-    outputs = tuple(_restore(output, padded_dims > output_dims) for output in outputs)
+    results = torch.ops.attn_ext._sdpa_forward(*tensors, *args[_FORWARD_TENSORS:])
+    outputs = tuple(_restore(result, padded_dims > output_dims) for result in results)
     return outputs, tuple(None if output is None else 0 for output in outputs)
 
 
-def _backward_rule(info, in_dims, *args) -> Rule:  # type: ignore[no-untyped-def]
+def _backward_rule(info: Any, in_dims: Sequence[int | None], *args: Any) -> Rule:
     grads, grad_dims = args[:_BACKWARD_GRADS], in_dims[:_BACKWARD_GRADS]
     end = _BACKWARD_GRADS + _FORWARD_TENSORS
     inputs, input_dims = args[_BACKWARD_GRADS:end], in_dims[_BACKWARD_GRADS:end]
-    output, lse, *scalars = args[end:]
+    output, lse, scalars = args[end], args[end + 1], args[end + 2 :]
     output_mask = scalars[-1]
     size = info.batch_size
 
-    batched, output_dims, padded_dims = _batch_inputs(size, input_dims, inputs)
+    batched, _, padded_dims = _batch_inputs(size, input_dims, inputs)
     wanted = (*output_mask, False)
     # Every sample has a gradient of its own, also for an input that all of them share.
     batched = [
