@@ -1,8 +1,8 @@
 """Batching rules of the internal ops for :func:`torch.vmap`; the public ops decompose into these.
 
 A vmapped dim becomes the first batch dim. Tensors that are not vmapped get a first dim of 1 and broadcast,
-so nothing is copied for them. The head dim counts from the right, so every sample is padded to the same number of
-dims first, to at least three.
+so nothing is copied for them. The head dim counts from the right, so every sample is padded to the same
+number of dims first, to at least three.
 """
 
 from collections.abc import Sequence
@@ -89,13 +89,9 @@ def _backward_rule(info: Any, in_dims: Sequence[int | None], *args: Any) -> Rule
     results = torch.ops.attn_ext._sdpa_backward(
         *batched_grads, *batched, batched_output, batched_lse, *scalars
     )
-    shapes = [
-        None if tensor is None else _sample_shape(tensor, bdim)
-        for tensor, bdim in zip(inputs, input_dims, strict=True)
-    ]
     restored = tuple(
-        None if result is None else result.reshape(size, *shape)
-        for result, shape in zip(results, shapes[:5], strict=True)
+        None if result is None else result.reshape(size, *_sample_shape(tensor, bdim))
+        for result, tensor, bdim in zip(results, inputs[:5], input_dims[:5], strict=True)
     )
     return restored, tuple(None if result is None else 0 for result in restored)
 
