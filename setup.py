@@ -1,4 +1,12 @@
-"""Drives CMake. The C++ build is described in CMakeLists.txt, everything else in pyproject.toml."""
+"""Drives CMake. The C++ build is described in CMakeLists.txt, everything else in pyproject.toml.
+
+Environment variables that a build heeds:
+    ATTN_EXT_TORCH_DIR            the torch folder to build against, instead of the one found
+    ATTN_EXT_WERROR=ON            every C++ warning is an error
+    CXX                           the compiler
+    CMAKE_ARGS                    more arguments for CMake, such as -DCMAKE_BUILD_TYPE=Debug
+    CMAKE_BUILD_PARALLEL_LEVEL    how many compilers run at once; by default what cores and memory allow
+"""
 
 import os
 import shlex

@@ -8,6 +8,7 @@ Nothing here is imported from outside the standard library until a hook runs: a 
 reach the sentence that says so.
 """
 
+import glob
 import importlib.util
 import os
 import re
@@ -169,6 +170,8 @@ def prepare_metadata_for_build_editable(metadata_directory, config_settings=None
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     check_build_requirements()
+    for left_over in glob.glob(os.path.join("build", "lib*")):  # modules that the sources no longer have
+        shutil.rmtree(left_over)
     return _setuptools().build_wheel(wheel_directory, config_settings, metadata_directory)
 
 

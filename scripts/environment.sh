@@ -64,6 +64,7 @@ import attn_ext_build as backend
 print(*backend.get_requires_for_build_editable())
 PYTHON
 )"
+  echo "Installing attn_ext into $venv (the first time its C++ is compiled, which takes some minutes)"
   # shellcheck disable=SC2086  # one word for each requirement
   "$venv/bin/python" -m pip install --quiet $missing
   "$venv/bin/python" -m pip install --quiet --no-build-isolation --editable "$root[$1]"
