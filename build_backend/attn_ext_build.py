@@ -22,6 +22,7 @@ from collections import namedtuple
 MINIMUM_PYTHON = (3, 10)
 MINIMUM_TORCH = (2, 11)
 MINIMUM_CMAKE = (3, 22)
+SETUPTOOLS = "setuptools>=77,<82"  # torch 2.11 wants none from 82 on in the environment that it is in
 TORCH_WHERE_THERE_IS_NONE = "torch==2.13.0"
 
 Torch = namedtuple("Torch", "directory version")
@@ -130,7 +131,7 @@ def check_build_requirements():
 
 def _build_requires(_config_settings=None):
     check_environment()
-    requires = ["setuptools>=77"]
+    requires = [SETUPTOOLS]
     if find_cmake() is None:
         requires.append("cmake>=" + dotted(MINIMUM_CMAKE))
     if find_tool("ninja") is None:
@@ -144,7 +145,7 @@ def _setuptools():
     try:
         from setuptools import build_meta
     except ImportError:
-        fail("the build needs setuptools: python -m pip install 'setuptools>=77'")
+        fail(f"the build needs setuptools: python -m pip install '{SETUPTOOLS}'")
     return build_meta
 
 
@@ -155,7 +156,7 @@ get_requires_for_build_editable = _build_requires
 
 
 def get_requires_for_build_sdist(_config_settings=None):
-    return ["setuptools>=77"]
+    return [SETUPTOOLS]
 
 
 def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
