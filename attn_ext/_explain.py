@@ -94,8 +94,8 @@ def explain(
 def cpu_capability() -> str:
     """Name the instruction set that calls on the CPU run on.
 
-    Chosen once, when the package is imported: the best that this machine and build have, or what the environment
-    variable ``ATTN_EXT_CPU_CAPABILITY`` names. One that is not available is an error at import.
+    Chosen once, when the package is imported: the best that this machine and build have, or what the
+    environment variable ``ATTN_EXT_CPU_CAPABILITY`` names. One that is not available is an error at import.
     """
     return str(_C.cpu_capability())
 

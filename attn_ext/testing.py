@@ -518,8 +518,8 @@ def gradients(function: Callable[..., Any], arguments: Arguments, **more: Any) -
 
 # Accuracy ----------------------------------------------------------------------------------------
 
-#: A tiny floor, relative to the terms of a sum. Every sum is float32, of float64 inputs float64, and there the
-#: reference is no more exact than what it measures.
+#: A tiny floor, relative to the terms of a sum. Every sum is float32, of float64 inputs float64, and there
+#: the reference is no more exact than what it measures.
 SUM_ROUNDING = {
     torch.float64: 1e-11,
     torch.float32: 1e-6,
@@ -533,9 +533,9 @@ def assert_accurate(
 ) -> None:
     """At most twice the error of the same-precision composition.
 
-    ``actual`` may be twice as far from ``exact`` (float64) as ``plain`` (matmul, softmax and matmul in the same
-    precision), plus its own last bit, plus the rounding of sums of terms up to ``magnitude`` or the largest of
-    ``exact``, which may cancel. It must be NaN and infinite just where ``exact`` is.
+    ``actual`` may be twice as far from ``exact`` (float64) as ``plain`` (matmul, softmax and matmul in the
+    same precision), plus its own last bit, plus the rounding of sums of terms up to ``magnitude`` or the
+    largest of ``exact``, which may cancel. It must be NaN and infinite just where ``exact`` is.
     """
     assert actual.shape == exact.shape, f"{what}: shape {actual.shape}, expected {exact.shape}"
     assert actual.device == exact.device
