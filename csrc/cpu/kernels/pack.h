@@ -44,7 +44,9 @@ ATTN_EXT_INLINE Vec<typename Product::Operand> load_operands(const Element* p) {
   if constexpr (Product::kDepth == 1) {
     return load_compute(p);
   } else {
-    return load(reinterpret_cast<const typename Product::Operand*>(p));
+    Vec<typename Product::Operand> pairs;  // a pair need not be aligned as one
+    memcpy(&pairs, p, sizeof(pairs));
+    return pairs;
   }
 }
 

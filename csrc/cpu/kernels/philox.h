@@ -3,6 +3,8 @@
 // that, and all else can ignore the upper half.
 #pragma once
 
+#include <type_traits>
+
 #include "simd.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
@@ -64,6 +66,19 @@ inline void philox_words(const PhiloxRow& state, uint32_t chunk, uint32_t (&word
     for (int w = 0; w < 4; ++w) {
       store(words + 16 * w + first, (Vec<uint32_t>)((c[0][w] & 0xffffffffu) | (c[1][w] << 32)));
     }
+  }
+}
+
+// Zeroes the weights [begin, end) that are dropped; words[0] is the draw of column `begin`.
+template <typename T>
+ATTN_EXT_INLINE void drop_span(T* weights, int64_t begin, int64_t end, const uint32_t* words, uint32_t threshold) {
+  using Unsigned = std::make_unsigned_t<Bits<T>>;
+  typedef uint32_t Words __attribute__((vector_size(kLanes<T> * sizeof(uint32_t))));
+  for (int64_t j = begin; j < end; j += kLanes<T>) {
+    Words drawn;
+    memcpy(&drawn, words + (j - begin), sizeof(drawn));
+    const Vec<T> p = load(weights + j);
+    store(weights + j, __builtin_convertvector(drawn, Vec<Unsigned>) >= static_cast<Unsigned>(threshold) ? p : Vec<T>{});
   }
 }
 

@@ -1,0 +1,97 @@
+// From products q.k to scores in units of log2, a pass over a span of a row that is in cache:
+//   S = (softcap * tanh(scale * s / softcap) or scale * s) + bias,  times log2 e,  -inf where masked out.
+// In that unit the softmax needs exp2 only, and scale * log2 e costs nothing more than scale did. Where neither softcap
+// nor bias is there, the scale is left to the softmax pass, which multiplies anyway.
+#pragma once
+
+#include "math.h"
+#include "visibility.h"
+
+namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
+
+template <typename T>
+struct ScoreUnits {
+  bool scale_first;  // this pass scales; the softmax pass then multiplies by 1
+  T scale;           // of this pass, log2 e included unless there is a softcap
+  T softcap;         // times log2 e; 0: none
+  T softmax_scale;   // of the softmax pass
+};
+
+template <typename T>
+ATTN_EXT_INLINE ScoreUnits<T> score_units(const ScoreRule& rule) {
+  const double log2_scale = rule.scale * kLog2E;
+  const bool capped = rule.softcap > 0;
+  const bool biased = rule.mask_kind != ScalarKind::kNone && rule.mask_kind != ScalarKind::kBool;
+  ScoreUnits<T> units;
+  // The softmax pass looks for the largest product, so its scale must be positive, and not so small that
+  // -inf times it could be anything but -inf.
+  units.scale_first = capped || biased || !(log2_scale > 1e-30);
+  units.scale = static_cast<T>(capped ? rule.scale / rule.softcap : log2_scale);
+  units.softcap = static_cast<T>(capped ? rule.softcap * kLog2E : 0);
+  units.softmax_scale = units.scale_first ? static_cast<T>(1) : static_cast<T>(log2_scale);
+  return units;
+}
+
+template <typename T>
+inline void scale_span(T* scores, int64_t begin, int64_t end, const ScoreUnits<T>& units) {
+  const Vec<T> scale = broadcast(units.scale);
+  if (units.softcap == 0) {
+    for (int64_t j = begin; j < end; j += kLanes<T>) store(scores + j, load(scores + j) * scale);
+    return;
+  }
+  const Vec<T> cap = broadcast(units.softcap);
+  for (int64_t j = begin; j < end; j += kLanes<T>) store(scores + j, cap * tanh<T>(load(scores + j) * scale));
+}
+
+template <typename T>
+ATTN_EXT_INLINE Vec<Bits<T>> load_flags(const uint8_t* mask) {
+  typedef uint8_t Bytes __attribute__((vector_size(kLanes<T>)));
+  Bytes bytes;
+  memcpy(&bytes, mask, sizeof(bytes));
+  return __builtin_convertvector(bytes, Vec<Bits<T>>);
+}
+
+template <typename T, typename M>
+ATTN_EXT_INLINE Vec<T> load_bias(const M* mask) {
+  if constexpr (std::is_same_v<Compute<M>, T>) {
+    return load_compute(mask);
+  } else {  // float bias, double scores
+    typedef M Lanes __attribute__((vector_size(kLanes<T> * sizeof(M))));
+    Lanes lanes;
+    memcpy(&lanes, mask, sizeof(lanes));
+    return __builtin_convertvector(lanes, Vec<T>);
+  }
+}
+
+template <typename T, typename M>
+ATTN_EXT_INLINE Vec<T> apply_mask(Vec<T> s, const M* mask) {
+  if constexpr (std::is_same_v<M, uint8_t>) {
+    return load_flags<T>(mask) != 0 ? s : broadcast(-kInfinity<T>);
+  } else {
+    const Vec<T> bias = load_bias<T>(mask);
+    // A bias near the lowest finite value is a way of masking, but a row of nothing else is not dead: stay finite.
+    const Vec<T> bounded = maximum(broadcast(-FloatFormat<T>::kLargest), bias * static_cast<T>(kLog2E));
+    return bias == broadcast(-kInfinity<T>) ? bias : s + bounded;
+  }
+}
+
+// mask[j * stride] belongs to scores[j]; elements from `present` on do not exist and count as masked out later.
+template <typename T, typename M>
+void mask_span(T* scores, int64_t begin, int64_t end, const M* mask, int64_t stride, int64_t present) {
+  for (int64_t j = begin; j < end; j += kLanes<T>) {
+    const M* from = mask + j;
+    M gathered[kLanes<T>] = {};
+    if (stride != 1 || j + kLanes<T> > present) {
+      for (int64_t i = 0; i < kLanes<T> && j + i < present; ++i) gathered[i] = mask[(j + i) * stride];
+      from = gathered;
+    }
+    store(scores + j, apply_mask<T>(load(scores + j), from));
+  }
+}
+
+template <typename T>
+ATTN_EXT_INLINE void fill_span(T* scores, int64_t begin, int64_t end, T value) {
+  for (int64_t j = begin; j < end; ++j) scores[j] = value;
+}
+
+}  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY
