@@ -97,7 +97,7 @@ void QueryBlock<S>::softmax(int64_t group, bool narrow) {
     const Vec<T> old_max = load(s_.row_max + group + r);
     const Vec<T> new_max = maximum(old_max, load(top + r) * units_.softmax_scale);
     const Vec<T> origin = new_max == -kInfinity<T> ? Vec<T>{} : new_max;  // a row that has seen nothing yet
-    const Vec<T> carry = exp2<T>(old_max - origin);
+    const Vec<T> carry = old_max == new_max ? broadcast(static_cast<T>(1)) : exp2<T>(old_max - origin);
     store(s_.row_max + group + r, new_max);
     store(s_.carry + group + r, carry);
     store(s_.row_sum + group + r, load(s_.row_sum + group + r) * carry);
