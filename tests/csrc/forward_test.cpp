@@ -1,5 +1,5 @@
-// The forward kernels against a plain double-precision loop, for every instruction set of this machine. Inputs end at
-// guard pages, scratch memory begins as NaN.
+// The forward kernels against a plain double-precision loop, for every instruction set of this machine.
+// Inputs end at guard pages, scratch memory begins as NaN.
 #include "support.h"
 
 namespace attn_ext::test {
@@ -54,8 +54,8 @@ Inputs make_inputs(const Case& c, uint32_t seed) {
   const std::string dims = c.mask;
   if (!dims.empty()) {
     const auto has = [&](char dim) { return dims.find(dim) != std::string::npos; };
-    in.mask = Tensor(c.mask_kind, has('b') ? c.batch : 1, has('h') ? c.query_heads : 1, has('r') ? c.query_len : 1,
-                     has('c') ? c.key_len : 1);
+    in.mask = Tensor(c.mask_kind, has('b') ? c.batch : 1, has('h') ? c.query_heads : 1,
+                     has('r') ? c.query_len : 1, has('c') ? c.key_len : 1);
     in.mask.broadcast_ones();
     const auto visible = static_cast<int64_t>(c.mask_density * static_cast<double>(c.key_len));
     int64_t column = 0;
@@ -125,7 +125,9 @@ bool close(double got, double want, double tolerance) {
 void compare_row(const Case& c, const Inputs& in, const Outputs& out, int64_t b, int64_t h, int64_t i,
                  std::vector<double>& mass, const std::string& what) {
   const int64_t hk = h / (c.query_heads / c.key_heads);
-  const double wide = c.dtype == ScalarKind::kFloat64 ? 1e-13 : c.dtype == ScalarKind::kBFloat16 ? 4e-4 : 5e-6;
+  const double wide = c.dtype == ScalarKind::kFloat64    ? 1e-13
+                      : c.dtype == ScalarKind::kBFloat16 ? 4e-4
+                                                         : 5e-6;
   const double narrow = c.dtype == ScalarKind::kFloat64    ? 2e-13
                         : c.dtype == ScalarKind::kFloat32  ? 4e-6
                         : c.dtype == ScalarKind::kBFloat16 ? 2e-2
@@ -148,18 +150,21 @@ void compare_row(const Case& c, const Inputs& in, const Outputs& out, int64_t b,
   double sum = std::exp(sink - top);
   if (!any || top == -INFINITY) sum = 0;
   for (int64_t j = 0; j < c.key_len; ++j) {
-    if (is_visible(c, in, b, h, i, j)) sum += weight[static_cast<size_t>(j)] = std::exp(score[static_cast<size_t>(j)] - top);
+    if (is_visible(c, in, b, h, i, j))
+      sum += weight[static_cast<size_t>(j)] = std::exp(score[static_cast<size_t>(j)] - top);
   }
   const double lse = any ? top + std::log(sum) : -INFINITY;
-  check(close(out.lse.at(b, h, 0, i), lse, wide), what + " lse " + std::to_string(out.lse.at(b, h, 0, i)) + " for " + std::to_string(lse));
+  check(close(out.lse.at(b, h, 0, i), lse, wide),
+        what + " lse " + std::to_string(out.lse.at(b, h, 0, i)) + " for " + std::to_string(lse));
   std::vector<double> row(static_cast<size_t>(c.value_dim), 0.0);
   for (int64_t j = 0; j < c.key_len; ++j) {
     double w = 0;
     if (is_visible(c, in, b, h, i, j)) {
       w = weight[static_cast<size_t>(j)] / sum;
       if (c.dropout > 0) {
-        const uint32_t draw = philox_draw(static_cast<uint64_t>(in.seed), static_cast<uint32_t>(b), static_cast<uint32_t>(h),
-                                          static_cast<uint32_t>(i), static_cast<uint32_t>(j));
+        const uint32_t draw =
+            philox_draw(static_cast<uint64_t>(in.seed), static_cast<uint32_t>(b), static_cast<uint32_t>(h),
+                        static_cast<uint32_t>(i), static_cast<uint32_t>(j));
         w *= draw >= static_cast<uint32_t>(std::floor(c.dropout * 4294967296.0)) ? 1 / (1 - c.dropout) : 0.0;
       }
       for (int64_t d = 0; d < c.value_dim; ++d) row[static_cast<size_t>(d)] += w * in.value.at(b, hk, j, d);
@@ -173,8 +178,8 @@ void compare_row(const Case& c, const Inputs& in, const Outputs& out, int64_t b,
   }
   for (int64_t d = 0; d < c.value_dim; ++d) {
     const double got = out.output.at(b, h, i, d), want = row[static_cast<size_t>(d)];
-    check(close(got, want, narrow),
-          what + " output " + std::to_string(d) + ": " + std::to_string(got) + " for " + std::to_string(want));
+    check(close(got, want, narrow), what + " output " + std::to_string(d) + ": " + std::to_string(got) +
+                                        " for " + std::to_string(want));
   }
 }
 
@@ -183,13 +188,17 @@ void compare(const Case& c, const Inputs& in, const Outputs& out, const std::str
     for (int64_t h = 0; h < c.query_heads; ++h) {
       std::vector<double> mass(static_cast<size_t>(c.key_len), 0.0);
       for (int64_t i = 0; i < c.query_len; ++i) {
-        compare_row(c, in, out, b, h, i, mass,
-                    name + " [" + std::to_string(b) + "," + std::to_string(h) + "," + std::to_string(i) + "]");
+        compare_row(
+            c, in, out, b, h, i, mass,
+            name + " [" + std::to_string(b) + "," + std::to_string(h) + "," + std::to_string(i) + "]");
       }
-      const double tolerance = c.dtype == ScalarKind::kFloat64 ? 1e-12 : c.dtype == ScalarKind::kBFloat16 ? 2e-3 : 1e-5;
+      const double tolerance = c.dtype == ScalarKind::kFloat64    ? 1e-12
+                               : c.dtype == ScalarKind::kBFloat16 ? 2e-3
+                                                                  : 1e-5;
       for (int64_t j = 0; c.key_mass && j < c.key_len; ++j) {
         const double want = mass[static_cast<size_t>(j)];
-        check(std::isnan(want) || close(out.key_mass.at(b, h, 0, j), want, tolerance * (1 + std::sqrt(double(c.query_len)))),
+        check(std::isnan(want) ||
+                  close(out.key_mass.at(b, h, 0, j), want, tolerance * (1 + std::sqrt(double(c.query_len)))),
               name + " key mass " + std::to_string(j));
       }
     }
@@ -210,28 +219,90 @@ std::vector<Case> cases() {
   };
   add("small", [](Case&) {});
   add("one", [&](Case& c) { sized(c, 1, 1, 1, 1); });
-  add("no keys", [&](Case& c) { sized(c, 3, 0, 4, 4); c.weights = true; });
-  add("no queries", [&](Case& c) { sized(c, 0, 3, 4, 4); c.key_mass = true; });
+  add("no keys", [&](Case& c) {
+    sized(c, 3, 0, 4, 4);
+    c.weights = true;
+  });
+  add("no queries", [&](Case& c) {
+    sized(c, 0, 3, 4, 4);
+    c.key_mass = true;
+  });
   add("no batch", [](Case& c) { c.batch = 0; });
-  add("no keys but a sink", [&](Case& c) { sized(c, 3, 0, 4, 4); c.sinks = true; });
+  add("no keys but a sink", [&](Case& c) {
+    sized(c, 3, 0, 4, 4);
+    c.sinks = true;
+  });
   add("zero head dim", [&](Case& c) { sized(c, 3, 9, 0, 4); });
-  add("zero value dim", [&](Case& c) { sized(c, 3, 9, 4, 0); c.weights = true; });
+  add("zero value dim", [&](Case& c) {
+    sized(c, 3, 9, 4, 0);
+    c.weights = true;
+  });
   add("odd dims", [&](Case& c) { sized(c, 13, 67, 17, 33); });
   add("dims of 1", [&](Case& c) { sized(c, 31, 65, 1, 1); });
   add("wide", [&](Case& c) { sized(c, 20, 100, 192, 200); });
-  add("whole rows", [&](Case& c) { sized(c, 130, 515, 40, 48); c.batch = 2; c.threads = 3; });
-  add("online", [&](Case& c) { sized(c, 45, 1531, 24, 24); c.threads = 2; });
-  add("online grouped", [&](Case& c) { sized(c, 70, 1100, 16, 16); c.query_heads = 6; c.threads = 16; });
-  add("split", [&](Case& c) { sized(c, 7, 2085, 24, 40); c.query_heads = 6; c.batch = 2; });
-  add("decode", [&](Case& c) { sized(c, 1, 1200, 64, 64); c.query_heads = 8; });
-  add("decode small", [&](Case& c) { sized(c, 2, 37, 24, 28); c.query_heads = 4; });
-  add("causal", [&](Case& c) { sized(c, 150, 150, 16, 16); c.rule.window_right = 0; });
-  add("causal online", [&](Case& c) { sized(c, 110, 1200, 16, 16); c.rule.window_right = 0; c.rule.query_offset = 1090; });
-  add("negative offset", [&](Case& c) { sized(c, 40, 40, 8, 8); c.rule.window_right = 0; c.rule.query_offset = -17; });
-  add("far offset", [&](Case& c) { sized(c, 9, 40, 8, 8); c.rule.window_left = 3; c.rule.query_offset = 1000; });
-  add("window", [&](Case& c) { sized(c, 200, 230, 16, 16); c.rule.window_left = 31; c.rule.window_right = 5; });
-  add("window online", [&](Case& c) { sized(c, 100, 1400, 8, 8); c.rule.window_left = 40; c.rule.window_right = 0; c.rule.query_offset = 700; });
-  add("window split", [&](Case& c) { sized(c, 4, 1400, 8, 8); c.rule.window_left = 40; c.rule.window_right = 0; c.rule.query_offset = 700; });
+  add("whole rows", [&](Case& c) {
+    sized(c, 130, 515, 40, 48);
+    c.batch = 2;
+    c.threads = 3;
+  });
+  add("online", [&](Case& c) {
+    sized(c, 45, 1531, 24, 24);
+    c.threads = 2;
+  });
+  add("online grouped", [&](Case& c) {
+    sized(c, 70, 1100, 16, 16);
+    c.query_heads = 6;
+    c.threads = 16;
+  });
+  add("split", [&](Case& c) {
+    sized(c, 7, 2085, 24, 40);
+    c.query_heads = 6;
+    c.batch = 2;
+  });
+  add("decode", [&](Case& c) {
+    sized(c, 1, 1200, 64, 64);
+    c.query_heads = 8;
+  });
+  add("decode small", [&](Case& c) {
+    sized(c, 2, 37, 24, 28);
+    c.query_heads = 4;
+  });
+  add("causal", [&](Case& c) {
+    sized(c, 150, 150, 16, 16);
+    c.rule.window_right = 0;
+  });
+  add("causal online", [&](Case& c) {
+    sized(c, 110, 1200, 16, 16);
+    c.rule.window_right = 0;
+    c.rule.query_offset = 1090;
+  });
+  add("negative offset", [&](Case& c) {
+    sized(c, 40, 40, 8, 8);
+    c.rule.window_right = 0;
+    c.rule.query_offset = -17;
+  });
+  add("far offset", [&](Case& c) {
+    sized(c, 9, 40, 8, 8);
+    c.rule.window_left = 3;
+    c.rule.query_offset = 1000;
+  });
+  add("window", [&](Case& c) {
+    sized(c, 200, 230, 16, 16);
+    c.rule.window_left = 31;
+    c.rule.window_right = 5;
+  });
+  add("window online", [&](Case& c) {
+    sized(c, 100, 1400, 8, 8);
+    c.rule.window_left = 40;
+    c.rule.window_right = 0;
+    c.rule.query_offset = 700;
+  });
+  add("window split", [&](Case& c) {
+    sized(c, 4, 1400, 8, 8);
+    c.rule.window_left = 40;
+    c.rule.window_right = 0;
+    c.rule.query_offset = 700;
+  });
   for (const char* dims : {"c", "r", "rc", "hrc", "bhrc", "bc", "h", "b"}) {
     for (const ScalarKind kind : {ScalarKind::kBool, ScalarKind::kFloat32, ScalarKind::kNone}) {
       add("mask", [&](Case& c) {
@@ -239,44 +310,188 @@ std::vector<Case> cases() {
         c.batch = 2;
         c.mask = dims;
         c.mask_kind = kind;
-        c.name = std::string("mask ") + dims + (kind == ScalarKind::kBool ? " bool" : kind == ScalarKind::kNone ? " dtype" : " float32");
+        c.name = std::string("mask ") + dims +
+                 (kind == ScalarKind::kBool   ? " bool"
+                  : kind == ScalarKind::kNone ? " dtype"
+                                              : " float32");
       });
     }
   }
-  add("padding", [&](Case& c) { sized(c, 50, 205, 16, 16); c.mask = "bc"; c.padding = true; c.weights = true; c.key_mass = true; });
-  add("padding online", [&](Case& c) { sized(c, 50, 1205, 16, 16); c.mask = "bc"; c.padding = true; c.mask_density = 0.3; });
-  add("sparse mask", [&](Case& c) { sized(c, 7, 600, 8, 8); c.mask = "rc"; c.mask_density = 0.002; c.weights = true; });
-  add("sparse bias online", [&](Case& c) { sized(c, 40, 1600, 8, 8); c.mask = "c"; c.mask_kind = ScalarKind::kFloat32; c.mask_density = 0.004; });
-  add("dead rows", [&](Case& c) { sized(c, 40, 90, 8, 8); c.mask = "rc"; c.mask_density = 0.01; c.weights = true; c.key_mass = true; });
-  add("dead rows with a sink", [&](Case& c) { sized(c, 40, 90, 8, 8); c.mask = "rc"; c.mask_density = 0.01; c.weights = true; c.sinks = true; });
-  add("everything masked", [&](Case& c) { sized(c, 40, 90, 8, 8); c.mask = "rc"; c.mask_density = 0; c.weights = true; });
-  add("everything masked, split", [&](Case& c) { sized(c, 4, 1900, 8, 8); c.mask = "rc"; c.mask_density = 0; });
-  add("softcap", [&](Case& c) { sized(c, 40, 90, 8, 8); c.rule.softcap = 2.5; });
-  add("softcap bias", [&](Case& c) { sized(c, 40, 1090, 8, 8); c.rule.softcap = 1.5; c.mask = "rc"; c.mask_kind = ScalarKind::kFloat32; });
-  add("scale 0", [&](Case& c) { sized(c, 40, 90, 8, 8); c.rule.scale = 0; c.rule.window_right = 0; });
-  add("negative scale", [&](Case& c) { sized(c, 40, 90, 8, 8); c.rule.scale = -0.5; c.rule.window_right = 0; });
-  add("large scale", [&](Case& c) { sized(c, 40, 90, 8, 8); c.rule.scale = 8; });
-  add("sinks", [&](Case& c) { sized(c, 40, 90, 8, 8); c.sinks = true; c.weights = true; });
-  add("sinks online", [&](Case& c) { sized(c, 40, 1090, 8, 8); c.sinks = true; });
-  add("sinks split", [&](Case& c) { sized(c, 3, 1090, 8, 8); c.sinks = true; });
-  add("dropout", [&](Case& c) { sized(c, 40, 333, 8, 8); c.batch = 2; c.dropout = 0.3; c.weights = true; c.key_mass = true; });
-  add("dropout online causal", [&](Case& c) { sized(c, 40, 1333, 8, 8); c.dropout = 0.3; c.rule.window_right = 0; c.rule.query_offset = 1300; });
-  add("dropout split", [&](Case& c) { sized(c, 2, 1333, 8, 8); c.query_heads = 4; c.dropout = 0.3; });
-  add("weights", [&](Case& c) { sized(c, 99, 133, 8, 8); c.weights = true; c.rule.window_right = 7; });
-  add("weights of long rows", [&](Case& c) { sized(c, 9, 4500, 8, 8); c.weights = true; c.key_mass = true; c.rule.window_left = 2500; c.rule.window_right = 600; c.rule.query_offset = 2700; });
-  add("key mass", [&](Case& c) { sized(c, 1999, 70, 8, 8); c.key_mass = true; c.threads = 4; });
-  add("key mass of one row", [&](Case& c) { sized(c, 1, 700, 8, 8); c.key_mass = true; c.query_heads = 4; });
+  add("padding", [&](Case& c) {
+    sized(c, 50, 205, 16, 16);
+    c.mask = "bc";
+    c.padding = true;
+    c.weights = true;
+    c.key_mass = true;
+  });
+  add("padding online", [&](Case& c) {
+    sized(c, 50, 1205, 16, 16);
+    c.mask = "bc";
+    c.padding = true;
+    c.mask_density = 0.3;
+  });
+  add("sparse mask", [&](Case& c) {
+    sized(c, 7, 600, 8, 8);
+    c.mask = "rc";
+    c.mask_density = 0.002;
+    c.weights = true;
+  });
+  add("sparse bias online", [&](Case& c) {
+    sized(c, 40, 1600, 8, 8);
+    c.mask = "c";
+    c.mask_kind = ScalarKind::kFloat32;
+    c.mask_density = 0.004;
+  });
+  add("dead rows", [&](Case& c) {
+    sized(c, 40, 90, 8, 8);
+    c.mask = "rc";
+    c.mask_density = 0.01;
+    c.weights = true;
+    c.key_mass = true;
+  });
+  add("dead rows with a sink", [&](Case& c) {
+    sized(c, 40, 90, 8, 8);
+    c.mask = "rc";
+    c.mask_density = 0.01;
+    c.weights = true;
+    c.sinks = true;
+  });
+  add("everything masked", [&](Case& c) {
+    sized(c, 40, 90, 8, 8);
+    c.mask = "rc";
+    c.mask_density = 0;
+    c.weights = true;
+  });
+  add("everything masked, split", [&](Case& c) {
+    sized(c, 4, 1900, 8, 8);
+    c.mask = "rc";
+    c.mask_density = 0;
+  });
+  add("softcap", [&](Case& c) {
+    sized(c, 40, 90, 8, 8);
+    c.rule.softcap = 2.5;
+  });
+  add("softcap bias", [&](Case& c) {
+    sized(c, 40, 1090, 8, 8);
+    c.rule.softcap = 1.5;
+    c.mask = "rc";
+    c.mask_kind = ScalarKind::kFloat32;
+  });
+  add("scale 0", [&](Case& c) {
+    sized(c, 40, 90, 8, 8);
+    c.rule.scale = 0;
+    c.rule.window_right = 0;
+  });
+  add("negative scale", [&](Case& c) {
+    sized(c, 40, 90, 8, 8);
+    c.rule.scale = -0.5;
+    c.rule.window_right = 0;
+  });
+  add("large scale", [&](Case& c) {
+    sized(c, 40, 90, 8, 8);
+    c.rule.scale = 8;
+  });
+  add("sinks", [&](Case& c) {
+    sized(c, 40, 90, 8, 8);
+    c.sinks = true;
+    c.weights = true;
+  });
+  add("sinks online", [&](Case& c) {
+    sized(c, 40, 1090, 8, 8);
+    c.sinks = true;
+  });
+  add("sinks split", [&](Case& c) {
+    sized(c, 3, 1090, 8, 8);
+    c.sinks = true;
+  });
+  add("dropout", [&](Case& c) {
+    sized(c, 40, 333, 8, 8);
+    c.batch = 2;
+    c.dropout = 0.3;
+    c.weights = true;
+    c.key_mass = true;
+  });
+  add("dropout online causal", [&](Case& c) {
+    sized(c, 40, 1333, 8, 8);
+    c.dropout = 0.3;
+    c.rule.window_right = 0;
+    c.rule.query_offset = 1300;
+  });
+  add("dropout split", [&](Case& c) {
+    sized(c, 2, 1333, 8, 8);
+    c.query_heads = 4;
+    c.dropout = 0.3;
+  });
+  add("weights", [&](Case& c) {
+    sized(c, 99, 133, 8, 8);
+    c.weights = true;
+    c.rule.window_right = 7;
+  });
+  add("weights of long rows", [&](Case& c) {
+    sized(c, 9, 4500, 8, 8);
+    c.weights = true;
+    c.key_mass = true;
+    c.rule.window_left = 2500;
+    c.rule.window_right = 600;
+    c.rule.query_offset = 2700;
+  });
+  add("key mass", [&](Case& c) {
+    sized(c, 1999, 70, 8, 8);
+    c.key_mass = true;
+    c.threads = 4;
+  });
+  add("key mass of one row", [&](Case& c) {
+    sized(c, 1, 700, 8, 8);
+    c.key_mass = true;
+    c.query_heads = 4;
+  });
   for (const char* layout : {"brhc", "bhcr", "crbh", "bhrc"}) {
-    add("layout", [&](Case& c) { sized(c, 45, 77, 20, 36); c.batch = 2; c.layout = layout; c.name = std::string("layout ") + layout; });
-    add("layout", [&](Case& c) { sized(c, 3, 1177, 20, 36); c.batch = 2; c.layout = layout; c.name = std::string("layout split ") + layout; });
+    add("layout", [&](Case& c) {
+      sized(c, 45, 77, 20, 36);
+      c.batch = 2;
+      c.layout = layout;
+      c.name = std::string("layout ") + layout;
+    });
+    add("layout", [&](Case& c) {
+      sized(c, 3, 1177, 20, 36);
+      c.batch = 2;
+      c.layout = layout;
+      c.name = std::string("layout split ") + layout;
+    });
   }
   for (const int64_t lk : {90, 1300}) {
     for (const int64_t lq : {3, 60}) {
       const std::string size = std::to_string(lq) + "x" + std::to_string(lk);
-      add("", [&](Case& c) { sized(c, lq, lk, 8, 20); c.poison_values = 5; c.mask = "rc"; c.mask_density = 0.5; c.name = "poisoned values " + size; });
-      add("", [&](Case& c) { sized(c, lq, lk, 8, 20); c.poison_keys = 3; c.mask = "rc"; c.mask_density = 0.5; c.name = "poisoned keys " + size; });
-      add("", [&](Case& c) { sized(c, lq, lk, 8, 20); c.poison_values = 9; c.poison_keys = 2; c.rule.window_right = 0; c.rule.query_offset = lk / 2; c.weights = true; c.name = "poison, causal " + size; });
-      add("", [&](Case& c) { sized(c, lq, lk, 8, 20); c.poison_values = 9; c.dropout = 0.5; c.rule.window_left = 20; c.name = "poison, dropout " + size; });
+      add("", [&](Case& c) {
+        sized(c, lq, lk, 8, 20);
+        c.poison_values = 5;
+        c.mask = "rc";
+        c.mask_density = 0.5;
+        c.name = "poisoned values " + size;
+      });
+      add("", [&](Case& c) {
+        sized(c, lq, lk, 8, 20);
+        c.poison_keys = 3;
+        c.mask = "rc";
+        c.mask_density = 0.5;
+        c.name = "poisoned keys " + size;
+      });
+      add("", [&](Case& c) {
+        sized(c, lq, lk, 8, 20);
+        c.poison_values = 9;
+        c.poison_keys = 2;
+        c.rule.window_right = 0;
+        c.rule.query_offset = lk / 2;
+        c.weights = true;
+        c.name = "poison, causal " + size;
+      });
+      add("", [&](Case& c) {
+        sized(c, lq, lk, 8, 20);
+        c.poison_values = 9;
+        c.dropout = 0.5;
+        c.rule.window_left = 20;
+        c.name = "poison, dropout " + size;
+      });
     }
   }
   return all;
@@ -297,7 +512,8 @@ void run_case(const NamedTable& isa, Case c, ScalarKind dtype) {
 void same_bits(const NamedTable& isa, ScalarKind dtype, int64_t lq, int64_t lk, bool causal) {
   Case c;
   c.dtype = dtype;
-  c.batch = 3, c.query_heads = 4, c.key_heads = 2, c.query_len = lq, c.key_len = lk, c.head_dim = 20, c.value_dim = 36;
+  c.batch = 3, c.query_heads = 4, c.key_heads = 2, c.query_len = lq, c.key_len = lk, c.head_dim = 20,
+  c.value_dim = 36;
   c.rule.scale = 0.3;
   if (causal) c.rule.window_right = 0, c.rule.query_offset = lk - lq;
   const Inputs in = make_inputs(c, 11);
@@ -307,19 +523,23 @@ void same_bits(const NamedTable& isa, ScalarKind dtype, int64_t lq, int64_t lk, 
     run_forward(*isa.table, make_params(c, in, again), threads);
     const auto bytes = static_cast<size_t>(c.batch * c.query_heads * lq * c.value_dim * size_of(dtype));
     check(std::memcmp(first.output.view.data, again.output.view.data, bytes) == 0,
-          std::string(isa.name) + " same bits, threads " + std::to_string(threads) + " Lq " + std::to_string(lq));
+          std::string(isa.name) + " same bits, threads " + std::to_string(threads) + " Lq " +
+              std::to_string(lq));
   }
   Case single = c;
   single.batch = single.query_heads = single.key_heads = 1;
   const int64_t b = 2, h = 3;
   Inputs part = in;
-  const auto shift = [&](const Tensor& t, int64_t head) { return static_cast<char*>(t.view.data) + t.index(b, head, 0, 0) * size_of(dtype); };
+  const auto shift = [&](const Tensor& t, int64_t head) {
+    return static_cast<char*>(t.view.data) + t.index(b, head, 0, 0) * size_of(dtype);
+  };
   part.query.view.data = shift(in.query, h);
   part.key.view.data = shift(in.key, 1);
   part.value.view.data = shift(in.value, 1);
   run_forward(*isa.table, make_params(single, part, alone), 1);
-  check(std::memcmp(static_cast<char*>(first.output.view.data) + first.output.index(b, h, 0, 0) * size_of(dtype),
-                    alone.output.view.data, static_cast<size_t>(lq * c.value_dim * size_of(dtype))) == 0,
+  check(std::memcmp(
+            static_cast<char*>(first.output.view.data) + first.output.index(b, h, 0, 0) * size_of(dtype),
+            alone.output.view.data, static_cast<size_t>(lq * c.value_dim * size_of(dtype))) == 0,
         std::string(isa.name) + " same bits alone, Lq " + std::to_string(lq) + " Lk " + std::to_string(lk));
 }
 
@@ -365,7 +585,8 @@ void lowest_bias(const NamedTable& isa) {
 
 int main(int argc, char** argv) {
   using namespace attn_ext::test;
-  const ScalarKind dtypes[] = {ScalarKind::kFloat64, ScalarKind::kFloat32, ScalarKind::kBFloat16, ScalarKind::kFloat16};
+  const ScalarKind dtypes[] = {ScalarKind::kFloat64, ScalarKind::kFloat32, ScalarKind::kBFloat16,
+                               ScalarKind::kFloat16};
   for (const NamedTable& isa : runnable_tables()) {
     if (argc > 1 && std::string(argv[1]) != isa.name) continue;
     const int before = failures;

@@ -117,8 +117,10 @@ class GuardedMemory {
     const int64_t page = sysconf(_SC_PAGESIZE);
     const int64_t body = (bytes + page - 1) / page * page;
     mapped_ = static_cast<size_t>(body + page);
-    base_ = static_cast<char*>(mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    if (base_ == MAP_FAILED || mprotect(base_ + body, static_cast<size_t>(page), PROT_NONE) != 0) std::abort();
+    base_ = static_cast<char*>(
+        mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    if (base_ == MAP_FAILED || mprotect(base_ + body, static_cast<size_t>(page), PROT_NONE) != 0)
+      std::abort();
     data_ = base_ + body - bytes;
   }
   ~GuardedMemory() { munmap(base_, mapped_); }
@@ -132,8 +134,8 @@ class GuardedMemory {
   char* data_;
 };
 
-// A tensor of four dims, (batch, head, row, column), laid out in the order of `layout` ("bhrc" is dense row-major).
-// A size of 1 where the logical size is larger broadcasts: its stride is 0.
+// A tensor of four dims, (batch, head, row, column), laid out in the order of `layout` ("bhrc" is dense
+// row-major). A size of 1 where the logical size is larger broadcasts: its stride is 0.
 struct Tensor {
   ScalarKind kind = ScalarKind::kNone;
   int64_t sizes[4] = {0, 0, 0, 0};
@@ -141,7 +143,8 @@ struct Tensor {
   std::shared_ptr<GuardedMemory> memory;
 
   Tensor() = default;
-  Tensor(ScalarKind k, int64_t batch, int64_t heads, int64_t rows, int64_t columns, const char* layout = "bhrc")
+  Tensor(ScalarKind k, int64_t batch, int64_t heads, int64_t rows, int64_t columns,
+         const char* layout = "bhrc")
       : kind(k), sizes{batch, heads, rows, columns} {
     int64_t strides[4], stride = 1;
     for (int i = 3; i >= 0; --i) {
@@ -158,8 +161,12 @@ struct Tensor {
   int64_t index(int64_t b, int64_t h, int64_t r, int64_t c) const {
     return b * view.batch_stride + h * view.head_stride + r * view.row_stride + c * view.column_stride;
   }
-  double at(int64_t b, int64_t h, int64_t r, int64_t c) const { return read(kind, view.data, index(b, h, r, c)); }
-  void set(int64_t b, int64_t h, int64_t r, int64_t c, double x) { write(kind, view.data, index(b, h, r, c), x); }
+  double at(int64_t b, int64_t h, int64_t r, int64_t c) const {
+    return read(kind, view.data, index(b, h, r, c));
+  }
+  void set(int64_t b, int64_t h, int64_t r, int64_t c, double x) {
+    write(kind, view.data, index(b, h, r, c), x);
+  }
 
   template <typename Value>
   void fill(Value value) {
@@ -209,8 +216,10 @@ inline int dtype_row(ScalarKind kind) {
 }
 
 struct AlignedMemory {
-  explicit AlignedMemory(int64_t bytes) : data(std::aligned_alloc(64, static_cast<size_t>((bytes + 127) / 64 * 64))) {
-    std::memset(data, 0xff, static_cast<size_t>((bytes + 127) / 64 * 64));  // NaN: what is not written must not matter
+  explicit AlignedMemory(int64_t bytes)
+      : data(std::aligned_alloc(64, static_cast<size_t>((bytes + 127) / 64 * 64))) {
+    std::memset(data, 0xff,
+                static_cast<size_t>((bytes + 127) / 64 * 64));  // NaN: what is not written must not matter
   }
   ~AlignedMemory() { std::free(data); }
   AlignedMemory(const AlignedMemory&) = delete;
@@ -218,14 +227,19 @@ struct AlignedMemory {
   void* data;
 };
 
-// The rounds of a forward call, as if by `threads` threads; tasks are taken from both ends to mix up their order.
-inline cpu::ForwardPlan run_forward(const cpu::KernelTable& table, const cpu::ForwardParams& params, int threads) {
+// The rounds of a forward call, as if by `threads` threads; tasks are taken from both ends to mix up their
+// order.
+inline cpu::ForwardPlan run_forward(const cpu::KernelTable& table, const cpu::ForwardParams& params,
+                                    int threads) {
   const cpu::ForwardKernels& kernels = table.forward[dtype_row(params.shape.dtype)];
   cpu::ForwardPlan plan{};
   kernels.plan(params, threads, plan);
   AlignedMemory shared(plan.shared_bytes), scratch(plan.thread_bytes);
-  const auto order = [&](int64_t i, int64_t count) { return threads > 1 && i % 2 ? count - 1 - i / 2 : threads > 1 ? i / 2 : i; };
-  for (int64_t i = 0; i < plan.pack_tasks; ++i) kernels.pack(params, plan, order(i, plan.pack_tasks), shared.data);
+  const auto order = [&](int64_t i, int64_t count) {
+    return threads > 1 && i % 2 ? count - 1 - i / 2 : threads > 1 ? i / 2 : i;
+  };
+  for (int64_t i = 0; i < plan.pack_tasks; ++i)
+    kernels.pack(params, plan, order(i, plan.pack_tasks), shared.data);
   for (int64_t i = 0; i < plan.run_tasks; ++i) {
     kernels.run(params, plan, order(i, plan.run_tasks), shared.data, scratch.data);
   }
@@ -248,8 +262,8 @@ inline std::vector<NamedTable> runnable_tables() {
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
     tables.push_back({"avx2", &cpu::avx2::kKernels});
   }
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl")) {
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
     tables.push_back({"avx512", &cpu::avx512::kKernels});
     if (__builtin_cpu_supports("avx512bf16")) tables.push_back({"avx512_bf16", &cpu::avx512_bf16::kKernels});
   }
