@@ -1,0 +1,76 @@
+// What a forward call is, in plain types: filled by the tensor side, read by kernels of every instruction
+// set. Nothing here has code, so that no function is shared between instruction sets at link time.
+#pragma once
+
+#include <cstdint>
+
+namespace attn_ext::cpu {
+
+enum class ScalarKind : int8_t { kNone, kFloat64, kFloat32, kBFloat16, kFloat16, kBool };
+
+// Element (b, h, r, c) lies at data + batch(b) + h * head_stride + r * row_stride + c * column_stride,
+// counted in elements. A stride of 0 broadcasts. batch(b), b flat over all batch dims, is batch_offsets[b],
+// or b * batch_stride where there is no such table (one is needed only where the batch dims do not collapse
+// into one stride).
+struct TensorView {
+  void* data = nullptr;
+  const int64_t* batch_offsets = nullptr;
+  int64_t batch_stride = 0;
+  int64_t head_stride = 0;
+  int64_t row_stride = 0;
+  int64_t column_stride = 0;
+};
+
+// Shapes: query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv), output (B, Hq, Lq, Dv).
+// Query head h reads key and value head h / (query_heads / key_heads).
+struct AttentionShape {
+  ScalarKind dtype = ScalarKind::kFloat32;
+  int64_t batch = 0;
+  int64_t query_heads = 0;
+  int64_t key_heads = 0;
+  int64_t query_len = 0;
+  int64_t key_len = 0;
+  int64_t head_dim = 0;
+  int64_t value_dim = 0;
+};
+
+// Which keys a query row sees, and how its scores are made:
+//   S = softcap * tanh(scale * q.k / softcap)  (scale * q.k where softcap is 0) + bias,  -inf where not
+//   visible.
+// Key j is visible to row i iff i + query_offset - window_left <= j <= i + query_offset + window_right and
+// the mask lets it through: true for a bool mask, not -inf for a floating one. Causality is window_right = 0.
+struct ScoreRule {
+  double scale = 1.0;
+  double softcap = 0.0;
+  int64_t query_offset = 0;  // the sum of this, a row and a window must not overflow
+  int64_t window_left = -1;  // -1: open
+  int64_t window_right = -1;
+  ScalarKind mask_kind = ScalarKind::kNone;   // none, bool, the query's dtype or float32
+  TensorView mask;                            // (B, Hq, Lq, Lk), any stride may be 0
+  ScalarKind sinks_kind = ScalarKind::kNone;  // none, the query's dtype or float32
+  TensorView sinks;                           // (B, Hq): batch and head strides only
+};
+
+// Philox4x32-10 draws, keyed by a seed; the batch b has seed seeds[b / batches_per_seed] and counts as batch
+// b % batches_per_seed in the counter. Column j of a row is word (j >> 4) & 3 of counter
+// (16 * (j >> 6) + (j & 15), row, head, batch); it is kept iff that word >= threshold.
+struct DropoutRule {
+  bool enabled = false;
+  uint32_t threshold = 0;   // floor(p * 2^32), for p = 1 anything
+  double keep_scale = 1.0;  // 1 / (1 - p), 0 for p = 1
+  const int64_t* seeds = nullptr;
+  int64_t batches_per_seed = 1;
+};
+
+struct ForwardParams {
+  AttentionShape shape;
+  ScoreRule rule;
+  DropoutRule dropout;
+  TensorView query, key, value;
+  TensorView output;         // column_stride 1
+  void* lse = nullptr;       // (B, Hq, Lq) contiguous, float (double for float64)
+  TensorView weights;        // (B, Hq, Lq, Lk) in the query's dtype, column_stride 1; data null: not wanted
+  void* key_mass = nullptr;  // (B, Hq, Lk) contiguous, float (double for float64); null: not wanted
+};
+
+}  // namespace attn_ext::cpu

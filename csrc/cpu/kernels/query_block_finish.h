@@ -1,0 +1,220 @@
+// QueryBlock: from row sums to what the caller gets, and the careful way of multiplying values. Included by
+// query_block.h.
+#pragma once
+
+namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
+
+// The sinks of the rows of a group, in units of log2, into the place of their lse.
+template <typename S>
+void QueryBlock<S>::gather_sinks(int64_t group) {
+  const ScoreRule& rule = params_.rule;
+  for (int64_t r = group; r < group + group_rows(group); ++r) {
+    with_mask_type<Element>(rule.sinks_kind, [&](auto tag) {
+      using M = typename decltype(tag)::Type;
+      const M sink = *row_pointer<const M>(rule.sinks, batch_, s_.row_head[r], 0);
+      if constexpr (!std::is_same_v<M, uint8_t>) s_.lse[r] = static_cast<T>(to_compute(sink) * kLog2E);
+    });
+  }
+}
+
+// With m the row max and l the row sum, both without the sink z:
+//   m' = max(m, z),  l' = 2^(m - m') l + 2^(z - m'),  factor = 2^(m - m') / ((1 - p) l'),  lse = (m' + log2
+//   l') ln 2
+template <typename S>
+void QueryBlock<S>::finish_rows(int64_t group) {
+  const bool has_sinks = params_.rule.sinks_kind != ScalarKind::kNone;
+  const Vec<T> keep = broadcast(static_cast<T>(params_.dropout.enabled ? params_.dropout.keep_scale : 1.0));
+  const Vec<T> nothing = broadcast(-kInfinity<T>);
+  const Vec<T> lowest = broadcast(-FloatFormat<T>::kLargest);
+  constexpr T kLn2High = static_cast<T>(kLn2);
+  constexpr T kLn2Low = static_cast<T>(kLn2 - static_cast<double>(kLn2High));
+  if (has_sinks) gather_sinks(group);
+  for (int64_t r = group; r < group + kGroupRows; r += S::kLane) {
+    Vec<T> top = load(s_.row_max + r);
+    Vec<T> sum = load(s_.row_sum + r);
+    Vec<T> factor = keep;
+    if (has_sinks) {
+      const Vec<T> sink = load(s_.lse + r);
+      const Vec<T> both = maximum(top, sink);
+      const Vec<T> origin = both == nothing ? Vec<T>{} : both;
+      const Vec<T> share = exp2<T>(top - origin);
+      sum = sum * share + exp2<T>(sink - origin);
+      factor *= share;
+      top = both;
+    }
+    const Vec<T> log_sum = log_normal<T>(sum);
+    const Vec<T> lse = multiply_add(top, broadcast(kLn2High), multiply_add(top, broadcast(kLn2Low), log_sum));
+    store(s_.lse + r, sum == Vec<T>{} ? nothing : (top == lowest ? lowest : lse));
+    store(s_.factor + r, sum == Vec<T>{} ? Vec<T>{} : factor / sum);
+  }
+}
+
+template <typename S>
+bool QueryBlock<S>::output_is_finite() const {
+  Vec<T> residue = {};  // x - x is 0, NaN for what is not finite
+  for (int64_t r = 0; r < rows_; ++r) {
+    const T* row = s_.output + r * s_.output_stride;
+    for (int64_t c = 0; c < s_.output_stride; c += S::kLane) residue += load(row + c) - load(row + c);
+  }
+  return lane_sum<T>(residue) == 0;
+}
+
+template <typename S>
+void QueryBlock<S>::finish() {
+  for (int64_t group = 0; group < rows_; group += kGroupRows) finish_rows(group);
+  T* lse = static_cast<T*>(params_.lse);
+  for (int64_t r = 0; r < rows_; ++r) {
+    const AttentionShape& shape = params_.shape;
+    lse[(batch_ * shape.query_heads + s_.row_head[r]) * shape.query_len + s_.row_index[r]] = s_.lse[r];
+  }
+  store_output();
+}
+
+template <typename S>
+void QueryBlock<S>::store_output() const {
+  const int64_t value_dim = params_.shape.value_dim;
+  for (int64_t r = 0; r < rows_; ++r) {
+    const T* from = s_.output + r * s_.output_stride;
+    Element* to = row_pointer<Element>(params_.output, batch_, s_.row_head[r], s_.row_index[r]);
+    const Vec<T> factor = broadcast(s_.factor[r]);
+    int64_t c = 0;
+    for (; c + S::kLane <= value_dim; c += S::kLane) store_element(to + c, load(from + c) * factor);
+    if (c < value_dim) store_element_partial(to + c, load(from + c) * factor, value_dim - c);
+  }
+}
+
+// Scores once more, now against the final row max.
+template <typename S>
+void QueryBlock<S>::emit_all(KeyRange keys) {
+  for (int64_t key = keys.begin; key < keys.end; key += plan_.block_keys) {
+    set_key_block(key, smaller(plan_.block_keys, keys.end - key));
+    for (int64_t group = 0; group < rows_; group += kGroupRows) {
+      scores(group);
+      mask(group);
+      T sums[kGroupRows];  // known already: kept from being added again
+      memcpy(sums, s_.row_sum + group, sizeof(sums));
+      exponentials(group, false);
+      memcpy(s_.row_sum + group, sums, sizeof(sums));
+      if (params_.dropout.enabled) dropout(group);
+      emit(group);
+    }
+  }
+}
+
+template <typename S>
+void QueryBlock<S>::emit(int64_t group) {
+  for (int64_t r = group; r < group + group_rows(group); ++r) emit_row(r, score_row(group, r));
+}
+
+// weights = factor P over the keys of the block, zero where nothing was computed; key mass += weights.
+template <typename S>
+void QueryBlock<S>::emit_row(int64_t r, const T* row) const {
+  const Vec<T> factor = broadcast(s_.factor[r]);
+  T* mass = key_mass_ != nullptr ? key_mass_ + block_key_ : nullptr;
+  Element* weights =
+      params_.weights.data == nullptr
+          ? nullptr
+          : row_pointer<Element>(params_.weights, batch_, s_.row_head[r], s_.row_index[r]) + block_key_;
+  int64_t written = 0;
+  each_run(aligned(tile_span(r)), [&](int64_t begin, int64_t end) {
+    if (weights != nullptr) {
+      memset(weights + written, 0, static_cast<size_t>(begin - written) * sizeof(Element));
+      written = smaller(end, block_count_);
+    }
+    for (int64_t j = begin; j < end; j += S::kLane) {
+      const int64_t count = smaller(S::kLane, block_count_ - j);
+      const Vec<T> w = load(row + j) * factor;
+      if (weights != nullptr) {
+        count == S::kLane ? store_element(weights + j, w) : store_element_partial(weights + j, w, count);
+      }
+      if (mass == nullptr) continue;
+      if (count == S::kLane) {
+        store(mass + j, load(mass + j) + w);
+      } else {
+        store_partial(mass + j, load_partial(mass + j, count) + w, count);
+      }
+    }
+  });
+  if (weights != nullptr) {
+    memset(weights + written, 0, static_cast<size_t>(block_count_ - written) * sizeof(Element));
+  }
+}
+
+template <typename S>
+void QueryBlock<S>::attend_carefully(KeyRange keys) {
+  const int64_t flags = round_up(kGroupRows * s_.score_stride, 64);
+  const int64_t operands =
+      depth_of<Product>(plan_.block_keys) * value_panel_width<S>(params_.shape.value_dim);
+  void* memory =
+      __builtin_malloc(static_cast<size_t>(flags + operands * static_cast<int64_t>(sizeof(Operand))));
+  visible_ = static_cast<uint8_t*>(memory);
+  chosen_values_ = reinterpret_cast<Operand*>(visible_ + flags);
+  emit_in_place_ = false;
+  attend(keys);
+  visible_ = nullptr;
+  __builtin_free(memory);
+}
+
+template <typename S>
+void QueryBlock<S>::note_visible(int64_t group) {
+  for (int64_t r = group; r < group + group_rows(group); ++r) {
+    const T* row = score_row(group, r);
+    uint8_t* visible = visible_ + (r - group) * s_.score_stride;
+    each_run(aligned(tile_span(r)), [&](int64_t begin, int64_t end) {
+      for (int64_t j = begin; j < end; ++j) visible[j] = row[j] != -kInfinity<T>;
+    });
+  }
+}
+
+template <typename S>
+void QueryBlock<S>::values_careful(int64_t group) {
+  const int64_t width = value_panel_width<S>(params_.shape.value_dim);
+  for (int64_t r = group; r < group + group_rows(group); ++r) {
+    const bool started = s_.tile_started[r / kTileRows] != 0;
+    for (int64_t column = 0; column < s_.output_stride; column += width) {
+      bool first = true;
+      each_run(tile_span(r), [&](int64_t begin, int64_t end) {
+        careful_row(group, r, column, {begin, end}, first, !started && first);
+        first = false;
+      });
+    }
+  }
+  for (int64_t tile = group; tile < group + group_rows(group); tile += kTileRows) {
+    each_run(tile_span(tile), [&](int64_t, int64_t) { s_.tile_started[tile / kTileRows] = 1; });
+  }
+}
+
+// One row's part of values(), from a copy of the values that is zero where the row does not see the key.
+template <typename S>
+void QueryBlock<S>::careful_row(int64_t group, int64_t r, int64_t column, KeyRange span, bool first,
+                                bool fresh) {
+  const int64_t width = value_panel_width<S>(params_.shape.value_dim);
+  const int64_t vectors = smaller(width, s_.output_stride - column) / S::kLane;
+  const int64_t begin = span.begin / S::kDepth, end = depth_of<Product>(span.end);
+  const int64_t origin = (block_key_ - packed_.first_key) / S::kDepth;
+  const Operand* panel = packed_.values + column / width * packed_.value_panel_stride;
+  const uint8_t* visible = visible_ + (r - group) * s_.score_stride;
+  for (int64_t k = begin; k < end; ++k) {
+    const Operand* from = panel + (origin + k) * packed_.value_row_stride;
+    Operand* to = chosen_values_ + (k - begin) * width;
+    for (int64_t c = 0; c < vectors * S::kLane; ++c) {
+      if constexpr (S::kNarrow) {
+        to[c] = from[c] & ((visible[2 * k] ? 0xffffu : 0u) | (visible[2 * k + 1] ? 0xffff0000u : 0u));
+      } else {
+        to[c] = visible[k] ? from[c] : Operand{};
+      }
+    }
+  }
+  TileArgs<Product> args{};
+  args.depth = end - begin;
+  args.left = reinterpret_cast<const Operand*>(score_row(group, r)) + begin;
+  args.left_stride = s_.score_stride;
+  args.right = chosen_values_;
+  args.right_stride = width;
+  args.out = s_.output + r * s_.output_stride + column;
+  args.out_stride = s_.output_stride;
+  args.carry = first ? s_.carry + r : s_.ones + r;
+  (fresh ? tile_function<Product, false>(1, vectors) : tile_function<Product, true>(1, vectors))(args);
+}
+
+}  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

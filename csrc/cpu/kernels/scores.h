@@ -1,0 +1,129 @@
+// From products q.k to scores in units of log2, a pass over a span of a row that is in cache:
+//   S = (softcap * tanh(scale * s / softcap) or scale * s) + bias,  times log2 e,  -inf where masked out.
+// In that unit the softmax needs exp2 only, and scale * log2 e costs nothing more than scale did. Where
+// neither softcap nor bias is there, the scale is left to the softmax pass, which multiplies anyway.
+#pragma once
+
+#include "math.h"
+#include "visibility.h"
+
+namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
+
+template <typename T>
+struct ScoreUnits {
+  bool scale_first;  // this pass scales; the softmax pass then multiplies by 1
+  T scale;           // of this pass, log2 e included unless there is a softcap
+  T softcap;         // times log2 e; 0: none
+  T softmax_scale;   // of the softmax pass
+};
+
+template <typename T>
+ATTN_EXT_INLINE ScoreUnits<T> score_units(const ScoreRule& rule) {
+  const double log2_scale = rule.scale * kLog2E;
+  const bool capped = rule.softcap > 0;
+  const bool biased = rule.mask_kind != ScalarKind::kNone && rule.mask_kind != ScalarKind::kBool;
+  ScoreUnits<T> units;
+  // The softmax pass looks for the largest product, so its scale must be positive, and not so small that
+  // -inf times it could be anything but -inf.
+  units.scale_first = capped || biased || !(log2_scale > 1e-30);
+  units.scale = static_cast<T>(capped ? rule.scale / rule.softcap : log2_scale);
+  units.softcap = static_cast<T>(capped ? rule.softcap * kLog2E : 0);
+  units.softmax_scale = units.scale_first ? static_cast<T>(1) : static_cast<T>(log2_scale);
+  return units;
+}
+
+template <typename T>
+inline void scale_span(T* scores, int64_t begin, int64_t end, const ScoreUnits<T>& units) {
+  const Vec<T> scale = broadcast(units.scale);
+  if (units.softcap == 0) {
+    for (int64_t j = begin; j < end; j += kLanes<T>) store(scores + j, load(scores + j) * scale);
+    return;
+  }
+  const Vec<T> cap = broadcast(units.softcap);
+  for (int64_t j = begin; j < end; j += kLanes<T>) store(scores + j, cap * tanh<T>(load(scores + j) * scale));
+}
+
+// v where the lane's byte is not 0, -inf elsewhere.
+template <typename T>
+ATTN_EXT_INLINE Vec<T> keep_flagged(Vec<T> v, const uint8_t* flags) {
+  const Vec<T> hidden = broadcast(-kInfinity<T>);
+  uint64_t bytes[2] = {0, 0};
+  memcpy(bytes, flags, kLanes<T>);
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  const __m128i lanes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
+  const __mmask16 set = _mm_test_epi8_mask(lanes, lanes);
+  if constexpr (sizeof(T) == 4) {
+    return (Vec<T>)_mm512_mask_mov_ps((__m512)hidden, set, (__m512)v);
+  } else {
+    return (Vec<T>)_mm512_mask_mov_pd((__m512d)hidden, static_cast<__mmask8>(set), (__m512d)v);
+  }
+#elif defined(__AVX2__)
+  const __m128i lanes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
+  if constexpr (sizeof(T) == 4) {
+    return (Vec<Bits<T> >)_mm256_cvtepu8_epi32(lanes) != 0 ? v : hidden;
+  } else {
+    return (Vec<Bits<T> >)_mm256_cvtepu8_epi64(lanes) != 0 ? v : hidden;
+  }
+#else
+  Vec<Bits<T> > lanes;
+  for (int i = 0; i < kLanes<T>; ++i)
+    lanes[i] = static_cast<Bits<T> >((bytes[i / 8] >> (8 * (i % 8))) & 0xff);
+  return lanes != 0 ? v : hidden;
+#endif
+}
+
+template <typename T, typename M>
+ATTN_EXT_INLINE Vec<T> load_bias(const M* mask) {
+  if constexpr (std::is_same_v<Compute<M>, T>) {
+    return load_compute(mask);
+  } else {  // float bias, double scores
+    typedef M Lanes __attribute__((vector_size(kLanes<T> * sizeof(M))));
+    Lanes lanes;
+    memcpy(&lanes, mask, sizeof(lanes));
+    return __builtin_convertvector(lanes, Vec<T>);
+  }
+}
+
+template <typename T, typename M>
+ATTN_EXT_INLINE Vec<T> apply_mask(Vec<T> s, const M* mask, Vec<T> scale) {
+  if constexpr (std::is_same_v<M, uint8_t>) {
+    return keep_flagged<T>(s, mask);
+  } else {
+    const Vec<T> bias = load_bias<T>(mask);
+    // A bias near the lowest finite value is a way of masking, but a row of nothing else is not dead: stay
+    // finite.
+    const Vec<T> bounded = maximum(broadcast(-FloatFormat<T>::kLargest), bias * static_cast<T>(kLog2E));
+    return bias == broadcast(-kInfinity<T>) ? bias : multiply_add(s, scale, bounded);
+  }
+}
+
+// S = scale s + mask; mask[j * stride] belongs to scores[j]. Elements from `present` on do not exist: what is
+// masked there does not matter, since no row sees it. A bool mask leaves the scale to others.
+template <typename T, typename M>
+void mask_span(T* scores, int64_t begin, int64_t end, const M* mask, int64_t stride, int64_t present,
+               T scale) {
+  const Vec<T> factor = broadcast(scale);
+  int64_t j = begin;
+  if (stride == 1) {
+    for (; j < end && j + kLanes<T> <= present; j += kLanes<T>) {
+      store(scores + j, apply_mask<T>(load(scores + j), mask + j, factor));
+    }
+  }
+  for (; j < end; j += kLanes<T>) {
+    M gathered[kLanes<T>] = {};
+    const int64_t count = smaller(kLanes<T>, present - j);
+    if (stride == 1 && count > 0) {
+      copy_partial(gathered, mask + j, count);
+    } else {
+      for (int64_t i = 0; i < count; ++i) gathered[i] = mask[(j + i) * stride];
+    }
+    store(scores + j, apply_mask<T>(load(scores + j), gathered, factor));
+  }
+}
+
+template <typename T>
+ATTN_EXT_INLINE void fill_span(T* scores, int64_t begin, int64_t end, T value) {
+  for (int64_t j = begin; j < end; ++j) scores[j] = value;
+}
+
+}  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

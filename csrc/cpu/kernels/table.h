@@ -1,0 +1,28 @@
+// The kernels of every instruction set in this build.
+#pragma once
+
+#include "forward.h"
+
+namespace attn_ext::cpu {
+
+enum { kFloat64Kernels, kFloat32Kernels, kBFloat16Kernels, kFloat16Kernels, kKernelDtypes };
+
+struct KernelTable {
+  ForwardKernels forward[kKernelDtypes];
+};
+
+// One for each instruction set that CMake compiles; the names are those of the table in CMake.
+namespace baseline {
+extern const KernelTable kKernels;
+}
+namespace avx2 {
+extern const KernelTable kKernels;
+}
+namespace avx512 {
+extern const KernelTable kKernels;
+}
+namespace avx512_bf16 {
+extern const KernelTable kKernels;
+}
+
+}  // namespace attn_ext::cpu
