@@ -16,12 +16,17 @@ set(ATTN_EXT_SOURCES
   csrc/aten/backward_tile.cpp
   csrc/aten/tangents.cpp
   csrc/aten/sdpa_aten.cpp
+  csrc/cpu/tensor_view.cpp
+  csrc/cpu/kernel_choice.cpp
+  csrc/cpu/forward_call.cpp
+  csrc/cpu/sdpa_cpu.cpp
   csrc/capability.cpp
   csrc/explain.cpp
   csrc/public_api.cpp)
 
 # Compiled once per instruction set (capabilities.cmake).
-set(ATTN_EXT_KERNEL_SOURCES)
+set(ATTN_EXT_KERNEL_SOURCES
+  csrc/cpu/kernels/kernels.cpp)
 
 set(ATTN_EXT_PYTHON_SOURCES
   csrc/python/module.cpp)

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "cpu/kernel_choice.h"
+
 namespace attn_ext {
 
 namespace {
@@ -33,7 +35,9 @@ std::string choose() {
 }  // namespace
 
 std::vector<std::string> available_cpu_capabilities() {
-  return {"aten"};
+  std::vector<std::string> names = cpu::available_kernels();
+  names.insert(names.begin(), "aten");
+  return names;
 }
 
 const std::string& cpu_capability() {

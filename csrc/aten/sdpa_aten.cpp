@@ -8,14 +8,14 @@
 
 #include <limits>
 
+#include "sdpa_aten.h"
+
 #include "backward_tile.h"
 #include "contract.h"
 #include "pieces.h"
 #include "tile.h"
 
 namespace attn_ext {
-
-namespace {
 
 SdpaOutputs forward_aten(const SdpaArgs& args, SideOutputs wanted) {
   const Problem problem = make_problem(args);
@@ -58,7 +58,6 @@ SdpaOutputs forward_aten(const SdpaArgs& args, SideOutputs wanted) {
   return outputs;
 }
 
-/// The saved output and lse are not needed: scores and softmax are computed anew, chunk by chunk.
 SdpaInputs backward_aten(const SdpaOutputs& grads, const SdpaArgs& args, const at::Tensor&, const at::Tensor&,
                          InputMask wanted) {
   check_grads(grads, check_args(args));
@@ -90,8 +89,6 @@ SdpaInputs backward_aten(const SdpaOutputs& grads, const SdpaArgs& args, const a
   });
   return sums.finish(args);
 }
-
-}  // namespace
 
 TORCH_LIBRARY_IMPL(attn_ext, CompositeExplicitAutograd, m) {
   m.impl("_sdpa_forward", TORCH_FN((forward_kernel<&forward_aten>)));

@@ -12,11 +12,11 @@ constexpr ForwardKernels forward_kernels() {
 
 using Float64Scheme = Scheme<double, PlainProduct<double>, 11>;
 using Float32Scheme = Scheme<float, PlainProduct<float>, 5>;
-using Float16Scheme = Scheme<Float16, PlainProduct<float>, 4>;
+using Float16Scheme = Scheme<Float16, PlainProduct<float>, 5>;
 #if defined(__AVX512BF16__)
-using BFloat16Scheme = Scheme<BFloat16, BFloat16Product, 3>;
+using BFloat16Scheme = Scheme<BFloat16, BFloat16Product, 5>;
 #else
-using BFloat16Scheme = Scheme<BFloat16, PlainProduct<float>, 3>;
+using BFloat16Scheme = Scheme<BFloat16, PlainProduct<float>, 5>;
 #endif
 
 }  // namespace

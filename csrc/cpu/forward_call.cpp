@@ -1,0 +1,125 @@
+#include "forward_call.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
+
+#include <algorithm>
+#include <cmath>
+
+namespace attn_ext::cpu {
+
+namespace {
+
+// A distance that no sequence reaches: beyond it sums would overflow and mean nothing more.
+constexpr int64_t kFar = int64_t{1} << 60;
+
+// Multiply-adds that one thread does in the time that it takes to wake another.
+constexpr double kSerialWork = 4e5;
+
+int64_t clamp_distance(const c10::SymInt& distance) {
+  return std::clamp(distance.guard_int(__FILE__, __LINE__), -kFar, kFar);
+}
+
+int64_t window_of(const std::optional<c10::SymInt>& window) {
+  return window ? clamp_distance(*window) : -1;
+}
+
+AttentionShape shape_of(const SdpaArgs& args, const CallSizes& sizes) {
+  AttentionShape shape;
+  shape.dtype = kind_of(args.query.scalar_type());
+  shape.batch = sizes.batch;
+  shape.query_heads = sizes.heads;
+  shape.key_heads = sizes.key_heads;
+  shape.query_len = sizes.query_len;
+  shape.key_len = sizes.key_len;
+  shape.head_dim = sizes.head_dim;
+  shape.value_dim = sizes.value_dim;
+  return shape;
+}
+
+ScoreRule rule_of(const SdpaArgs& args, const CallSizes& sizes, Views& views) {
+  ScoreRule rule;
+  rule.scale = args.scale ? *args.scale : 1.0 / std::sqrt(static_cast<double>(sizes.head_dim));
+  rule.softcap = args.softcap;
+  rule.query_offset = clamp_distance(args.query_offset);
+  rule.window_left = window_of(args.window_left);
+  rule.window_right = args.is_causal ? 0 : window_of(args.window_right);
+  if (args.attn_mask.defined()) {
+    rule.mask_kind = kind_of(args.attn_mask.scalar_type());
+    rule.mask = views.matrix(args.attn_mask);
+  }
+  if (args.sinks.defined()) {
+    rule.sinks_kind = kind_of(args.sinks.scalar_type());
+    rule.sinks = views.per_head(args.sinks);
+  }
+  return rule;
+}
+
+/// The seeds, flat over the leading batch dims that they cover.
+at::Tensor flat_seeds(const at::Tensor& seed, const CallSizes& sizes) {
+  const at::IntArrayRef covered(sizes.batch_dims.data(), static_cast<size_t>(seed.dim()));
+  return seed.expand(covered).contiguous();
+}
+
+DropoutRule dropout_of(const SdpaArgs& args, const CallSizes& sizes, at::Tensor& seeds) {
+  DropoutRule dropout;
+  if (args.dropout_p <= 0.0) {
+    return dropout;
+  }
+  TORCH_CHECK(args.dropout_seed.defined(),
+              "attn_ext: expected a dropout_seed with dropout_p > 0, but got None");
+  seeds = flat_seeds(args.dropout_seed, sizes);
+  const bool drops_all = args.dropout_p >= 1.0;
+  dropout.enabled = true;
+  dropout.threshold = drops_all ? 0 : static_cast<uint32_t>(std::floor(std::ldexp(args.dropout_p, 32)));
+  dropout.keep_scale = drops_all ? 0.0 : 1.0 / (1.0 - args.dropout_p);
+  dropout.seeds = seeds.const_data_ptr<int64_t>();
+  dropout.batches_per_seed = std::max<int64_t>(sizes.batch / std::max<int64_t>(seeds.numel(), 1), 1);
+  return dropout;
+}
+
+}  // namespace
+
+Inputs::Inputs(const SdpaArgs& args, const SdpaSizes& checked)
+    : sizes(checked), views(sizes), shape(shape_of(args, sizes)), rule(rule_of(args, sizes, views)) {
+  dropout = dropout_of(args, sizes, seeds);
+  query = views.matrix(args.query);
+  key = views.matrix(args.key);
+  value = views.matrix(args.value);
+  if (shape.key_heads == shape.query_heads && key.head_stride == 0 && value.head_stride == 0) {
+    shape.key_heads = std::min<int64_t>(shape.key_heads, 1);  // one head for all: packed once
+  }
+}
+
+ForwardParams forward_params(const Inputs& inputs) {
+  ForwardParams params;
+  params.shape = inputs.shape;
+  params.rule = inputs.rule;
+  params.dropout = inputs.dropout;
+  params.query = inputs.query;
+  params.key = inputs.key;
+  params.value = inputs.value;
+  return params;
+}
+
+const ForwardKernels& forward_kernels(const KernelTable& table, at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kDouble:
+      return table.forward[kFloat64Kernels];
+    case at::kFloat:
+      return table.forward[kFloat32Kernels];
+    case at::kBFloat16:
+      return table.forward[kBFloat16Kernels];
+    default:
+      return table.forward[kFloat16Kernels];
+  }
+}
+
+int useful_threads(const AttentionShape& shape) {
+  const double work = static_cast<double>(shape.batch) * static_cast<double>(shape.query_heads) *
+                      static_cast<double>(shape.query_len) * static_cast<double>(shape.key_len) *
+                      static_cast<double>(shape.head_dim + shape.value_dim);
+  return work < kSerialWork || at::in_parallel_region() ? 1 : at::get_num_threads();
+}
+
+}  // namespace attn_ext::cpu
