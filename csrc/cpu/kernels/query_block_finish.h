@@ -123,7 +123,8 @@ void QueryBlock<S>::emit_row(int64_t r, const T* row) const {
     }
     for (int64_t j = begin; j < end; j += S::kLane) {
       const int64_t count = smaller(S::kLane, block_count_ - j);
-      const Vec<T> w = load(row + j) * factor;
+      const Vec<T> p = load(row + j);
+      const Vec<T> w = p == Vec<T>{} ? p : p * factor;  // the factor of a row with a visible NaN is NaN
       if (weights != nullptr) {
         count == S::kLane ? store_element(weights + j, w) : store_element_partial(weights + j, w, count);
       }

@@ -101,7 +101,9 @@ void QueryBlock<S>::softmax(int64_t group, bool narrow) {
   row_maxima(group, top);
   for (int64_t r = 0; r < kGroupRows; r += S::kLane) {
     const Vec<T> old_max = load(s_.row_max + group + r);
-    const Vec<T> new_max = maximum(old_max, load(top + r) * units_.softmax_scale);
+    // A NaN shows in its weight; in the row max it would hide that others are masked out.
+    const Vec<T> scaled = load(top + r) * units_.softmax_scale;
+    const Vec<T> new_max = maximum(old_max, scaled == scaled ? scaled : Vec<T>{});
     const Vec<T> origin = new_max == -kInfinity<T> ? Vec<T>{} : new_max;  // a row that has seen nothing yet
     const Vec<T> carry = old_max == new_max ? broadcast(static_cast<T>(1)) : exp2<T>(old_max - origin);
     store(s_.row_max + group + r, new_max);
@@ -114,13 +116,18 @@ void QueryBlock<S>::softmax(int64_t group, bool narrow) {
 // P = 2^(scale s - m), the sums added to the row sums.
 template <typename S>
 void QueryBlock<S>::exponentials(int64_t group, bool narrow) {
-  const T scale = units_.softmax_scale;
+  constexpr T kExactSteps = 256;
   for (int64_t r = group; r < group + group_rows(group); ++r) {
     T* row = score_row(group, r);
     const T top = s_.row_max[r];
     const T origin = top == -kInfinity<T> ? 0 : top;
+    // scale s - m is not rounded in between, but m was, by as much as a step of its own format: where such steps
+    // are large, the products are rounded like it first.
+    const bool rounds_first = units_.softmax_scale != 1 && !(origin < kExactSteps && origin > -kExactSteps);
+    const T scale = rounds_first ? static_cast<T>(1) : units_.softmax_scale;
     Vec<T> sum = {};
     each_run(aligned(tile_span(r)), [&](int64_t begin, int64_t end) {
+      if (rounds_first) scale_span(row, begin, end, units_);
       if constexpr (S::kNarrow) {
         if (narrow) {
           sum = exp_span_narrow<S::kExpDegree>(row, begin, end, scale, origin, sum);
