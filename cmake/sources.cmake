@@ -17,6 +17,7 @@ set(ATTN_EXT_SOURCES
   csrc/aten/tangents.cpp
   csrc/aten/sdpa_aten.cpp
   csrc/capability.cpp
+  csrc/cpu/peak.cpp
   csrc/explain.cpp
   csrc/public_api.cpp)
 
