@@ -21,6 +21,7 @@ set(ATTN_EXT_SOURCES
   csrc/cpu/forward_call.cpp
   csrc/cpu/sdpa_cpu.cpp
   csrc/capability.cpp
+  csrc/cpu/peak.cpp
   csrc/explain.cpp
   csrc/public_api.cpp)
 

@@ -3,6 +3,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "../capability.h"
+#include "../cpu/peak.h"
 #include "../explain.h"
 
 namespace py = pybind11;
@@ -37,6 +38,11 @@ py::dict explain(const at::Tensor& query, const at::Tensor& key, const at::Tenso
 PYBIND11_MODULE(_C, m) {
   m.def("cpu_capability", &attn_ext::cpu_capability);
   m.def("available_cpu_capabilities", &attn_ext::available_cpu_capabilities);
+  m.def("measure_multiply_add_peak", &attn_ext::measure_multiply_add_peak, py::arg("capability"),
+        py::arg("bfloat16"), py::arg("threads"), py::arg("seconds"),
+        py::call_guard<py::gil_scoped_release>());
+  m.def("measure_read_rate", &attn_ext::measure_read_rate, py::arg("threads"), py::arg("seconds"),
+        py::call_guard<py::gil_scoped_release>());
   m.def("explain", &explain, py::arg("query"), py::arg("key"), py::arg("value"),
         py::arg("attn_mask") = py::none(), py::arg("dropout_p") = 0.0, py::arg("is_causal") = false,
         py::kw_only(), py::arg("scale") = py::none(), py::arg("enable_gqa") = false,
