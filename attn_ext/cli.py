@@ -9,11 +9,11 @@ from typing import NoReturn
 
 import attn_ext
 
-from .commands import CommandError, demo, info
+from .commands import CommandError, bench, demo, info
 
 __all__ = ["main"]
 
-COMMANDS = (demo, info)
+COMMANDS = (demo, bench, info)
 
 
 class Parser(argparse.ArgumentParser):
