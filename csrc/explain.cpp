@@ -4,6 +4,7 @@
 
 #include "aten/problem.h"
 #include "capability.h"
+#include "cpu/forward_call.h"
 
 namespace attn_ext {
 
@@ -15,19 +16,17 @@ int64_t converted_bytes(const at::Tensor& tensor, at::ScalarType accumulator) {
              : tensor.numel() * static_cast<int64_t>(at::elementSize(accumulator));
 }
 
-std::string reason(const at::Tensor& query) {
+std::string why_composition(const at::Tensor& query) {
   std::ostringstream text;
   if (query.device().is_cpu()) {
-    text << "the composition over ATen ops, a chunk of query rows at a time";
+    text << "ATTN_EXT_CPU_CAPABILITY=aten: the composition over ATen ops, a chunk of query rows at a time";
   } else {
     text << "device " << query.device() << ": the composition over ATen ops serves every device but the CPU";
   }
   return text.str();
 }
 
-}  // namespace
-
-Explanation explain(const SdpaArgs& args) {
+Explanation explain_composition(const SdpaArgs& args) {
   const Problem problem = make_problem(args);
   int64_t lead = 1;
   for (const int64_t size : problem.lead) {
@@ -44,7 +43,50 @@ Explanation explain(const SdpaArgs& args) {
           .packed_bytes = converted_bytes(args.key, problem.accumulator) +
                           converted_bytes(args.value, problem.accumulator),
           .scratch_bytes = lead * rows * problem.key_len * score_tensors,
-          .reason = reason(args.query)};
+          .reason = why_composition(args.query)};
+}
+
+struct PathText {
+  const char* name;
+  const char* why;
+};
+
+PathText text_of(cpu::ForwardPath path) {
+  switch (path) {
+    case cpu::ForwardPath::kRows:
+      return {"whole-row", "all keys fit one block: softmax over whole rows"};
+    case cpu::ForwardPath::kOnline:
+      return {"online", "many keys: blocks of them with a running maximum and sum"};
+    case cpu::ForwardPath::kSplit:
+      return {"split", "few query rows, many keys: pieces of the keys apart, then merged"};
+    default:
+      return {"decode", "a handful of query rows: keys and values are read once, in place"};
+  }
+}
+
+Explanation explain_kernels(const SdpaArgs& args, const cpu::KernelTable& table) {
+  const cpu::Inputs inputs(args, check_args(args));
+  const cpu::ForwardParams params = cpu::forward_params(inputs);
+  const int threads = cpu::useful_threads(params.shape);
+  cpu::ForwardPlan plan;
+  cpu::forward_kernels(table, args.query.scalar_type()).plan(params, threads, plan);
+  const PathText text = text_of(plan.path);
+  const int64_t packed = plan.pack_once ? plan.shared_bytes : 0;
+  return {.path = text.name,
+          .capability = cpu_capability(),
+          .block_rows = plan.block_rows,
+          .block_keys = plan.block_keys,
+          .packed_bytes = packed,
+          .scratch_bytes = plan.shared_bytes - packed + plan.thread_bytes * threads,
+          .reason = text.why};
+}
+
+}  // namespace
+
+Explanation explain(const SdpaArgs& args) {
+  const cpu::KernelTable* table = cpu::kernels_in_use();
+  const bool on_kernels = table != nullptr && args.query.device().is_cpu();
+  return on_kernels ? explain_kernels(args, *table) : explain_composition(args);
 }
 
 }  // namespace attn_ext

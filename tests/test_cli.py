@@ -33,7 +33,7 @@ class TestDemo:
         accuracy = re.search(r"output within (\S+) of the float64 reference, weights within (\S+)", printed)
         bound = {"float64": 1e-13, "float32": 1e-5, "bfloat16": 5e-2, "float16": 5e-3}[dtype]
         assert all(float(number) < bound for number in accuracy.groups())
-        assert re.search(r"^path +\w+ \(\w+\): ", printed, re.MULTILINE)
+        assert re.search(r"^path +[\w-]+ \(\w+\): ", printed, re.MULTILINE)
         assert "heat.png" in printed
         assert (tmp_path / "heat.png").read_bytes().startswith(b"\x89PNG")
 

@@ -18,13 +18,16 @@ def scores(heads, length):
     return heads * length * length * 4 / MIB
 
 
-PROGRAM = """
-import resource
+#: peak() of the process alone: getrusage would count what its parent held when it started.
+PREAMBLE = """
 import torch, attn_ext
 
 def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+"""
 
+PROGRAM = """
 def call(length):
     shape = (1, {heads}, length, 16)
     query, key, value = (torch.randn(shape, requires_grad={requires_grad}) for _ in range(3))
@@ -69,7 +72,7 @@ CALLS = {
 
 def printed(program):
     """What a fresh process that runs the program prints, in MiB."""
-    command = [sys.executable, "-c", textwrap.dedent(program)]
+    command = [sys.executable, "-c", PREAMBLE + textwrap.dedent(program)]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     return int(result.stdout) / MIB
 
@@ -101,12 +104,6 @@ def test_no_scores_are_held_at_length(name):
 @pytest.mark.parametrize("op", ["sdpa", "sdpa_with_key_mass"])
 def test_second_derivative_holds_no_scores(op):
     program = f"""
-    import resource
-    import torch, attn_ext
-
-    def peak():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
     def call(length):
         inputs = [torch.randn(1, 4, length, 16, requires_grad=True) for _ in range(3)]
         before = peak()
@@ -126,12 +123,6 @@ def test_second_derivative_holds_no_scores(op):
 def test_mask_is_never_expanded():
     """A mask of one head and batch, for 16 of them, is read in place."""
     program = """
-    import resource
-    import torch, attn_ext
-
-    def peak():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
     def call(query, mask):
         before = peak()
         torch.ops.attn_ext.sdpa(query, query, query, mask)

@@ -70,7 +70,7 @@ struct Chunk {
 int64_t rows_per_chunk(const Problem& problem);
 
 /// What a score tensor of one chunk may hold, in elements.
-constexpr int64_t kChunkElements = int64_t{1} << 22;
+constexpr int64_t kChunkElements = int64_t{1} << 20;
 constexpr int64_t kMinimumRows = 16;
 
 template <class Function>

@@ -1,0 +1,45 @@
+"""Every instruction set of this machine, and the composition over ATen ops, pass the numerical tests."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import attn_ext
+
+TESTS = Path(__file__).parent
+NUMERICAL = ("test_forward.py", "test_backward.py", "test_dropout.py", "test_systems.py")
+OTHERS = [name for name in attn_ext.available_cpu_capabilities() if name != attn_ext.cpu_capability()]
+
+
+def run(capability: str, *command: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"ATTN_EXT_CPU_CAPABILITY": capability}
+    return subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_composition_and_the_baseline_are_always_there():
+    assert attn_ext.available_cpu_capabilities()[:2] == ["aten", "baseline"]
+
+
+@pytest.mark.parametrize("capability", attn_ext.available_cpu_capabilities())
+def test_a_capability_can_be_forced(capability):
+    done = run(capability, "-c", "import attn_ext; print(attn_ext.cpu_capability())")
+    assert done.stdout.strip() == capability, done.stderr
+
+
+def test_a_capability_that_is_not_there_is_an_error_at_import():
+    done = run("avx9000", "-c", "import attn_ext")
+    assert done.returncode != 0
+    assert "avx9000" in done.stderr and "baseline" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", OTHERS)
+def test_numerical_tests_pass_on(capability):
+    files = [str(TESTS / name) for name in NUMERICAL]
+    done = run(capability, "-m", "pytest", "-q", "-x", "--device", "cpu", "-p", "no:cacheprovider", *files)
+    assert done.returncode == 0, done.stdout[-3000:]
