@@ -1,0 +1,220 @@
+// BackwardTile: a cell from its two products to P and dS. Included by backward_tile.h.
+#pragma once
+
+namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
+
+template <typename S>
+void BackwardTile<S>::run_cell(int64_t cell, int64_t panel) {
+  const AttentionShape& shape = params_.shape;
+  const bool with_grads = wants_grads_ || delta_only_;
+  multiply_cell(cell, panel, keys_.key_rows, row_stride_of<S>(shape.head_dim), queries_.query_columns, shape.head_dim,
+                s_.scores);
+  if (with_grads && params_.grad_output.data != nullptr) {
+    multiply_cell(cell, panel, keys_.value_rows, row_stride_of<S>(shape.value_dim), queries_.grad_columns,
+                  shape.value_dim, s_.grads);
+  }
+  if (mask_by_key_) load_bias_cell(cell, panel);
+  if (with_grads && params_.grad_weights.data != nullptr) load_weight_grads_cell(cell, panel);
+  finish_scores(cell, panel);
+  finish_weights(cell, panel);
+  if (delta_only_) {
+    sum_delta(cell, panel);
+    return;
+  }
+  clear_outside(cell, panel);
+  finish_side_grads(cell, panel);
+  narrow_cell(cell, panel);
+}
+
+// out (keys, queries) = left (keys, dim) . right (dim, queries), where the tiles' keys are seen at all.
+template <typename S>
+void BackwardTile<S>::multiply_cell(int64_t cell, int64_t panel, const Operand* left, int64_t left_stride,
+                                    const Operand* right, int64_t dim, T* out) {
+  for (int64_t tile = cell; tile < cell + cell_rows(cell); tile += kTileRows) {
+    const KeyRange span = panel_span(tile, panel);
+    if (is_empty(span)) continue;
+    TileArgs<Product> args{};
+    args.depth = depth_of<Product>(dim);
+    args.left = left + tile * left_stride;
+    args.left_stride = left_stride;
+    args.right = right + panel * args.depth + span.begin;
+    args.right_stride = panel_width(panel);
+    args.out = out + cell_offset(cell, panel, tile) + span.begin;
+    args.out_stride = s_.score_stride;
+    tile_function<Product, false>(tile_rows(tile), (span.end - span.begin) / S::kLane)(args);
+  }
+}
+
+template <typename T>
+inline void cap_span(T* scores, T* slope, int64_t begin, int64_t end, const ScoreUnits<T>& units) {
+  for (int64_t i = begin; i < end; i += kLanes<T>) {
+    const Vec<T> t = tanh<T>(load(scores + i) * units.scale);
+    store(scores + i, t * units.softcap);
+    store(slope + i, static_cast<T>(1) - t * t);
+  }
+}
+
+template <typename T>
+inline void add_bias_span(T* scores, const T* bias, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; i += kLanes<T>) {
+    const Vec<T> b = load(bias + i);
+    store(scores + i, b == -kInfinity<T> ? b : load(scores + i) + b);
+  }
+}
+
+// Scales, caps, masks, and puts -inf wherever a tile has computed a score that its query does not see.
+template <typename S>
+void BackwardTile<S>::finish_scores(int64_t cell, int64_t panel) {
+  partial_ = select_all_ || mask_by_key_;
+  for (int64_t r = cell; r < cell + cell_rows(cell); ++r) {
+    const KeyRange computed = panel_span(round_down(r, kTileRows), panel);
+    if (is_empty(computed)) continue;
+    T* row = score_row(cell, panel, r);
+    if (params_.rule.softcap > 0) {
+      cap_span(row, s_.cap_slope + (r - cell) * S::kPanel, computed.begin, computed.end, units_);
+    } else if (units_.scale_first) {
+      scale_span(row, computed.begin, computed.end, units_);
+    }
+    if (mask_by_key_) add_bias_span(row, s_.bias + (r - cell) * S::kPanel, computed.begin, computed.end);
+    const KeyRange seen = intersect({row_span_[r].begin - panel, row_span_[r].end - panel}, computed);
+    const int64_t present = smaller(computed.end, query_count_ - panel);
+    if (seen.begin <= computed.begin && seen.end >= present) continue;
+    partial_ = true;
+    fill_span(row, computed.begin, is_empty(seen) ? computed.end : seen.begin, -kInfinity<T>);
+    if (!is_empty(seen)) fill_span(row, seen.end, computed.end, -kInfinity<T>);
+  }
+}
+
+// P = 2^(s - lse), dS = P (dP - delta), in place; Select: dP may be anything where P is 0.
+template <typename S>
+template <bool Select>
+void BackwardTile<S>::plain_row(T* scores, T* grads, KeyRange span, int64_t panel) const {
+  const Vec<T> factor = broadcast(units_.softmax_scale);
+  const T* lse = queries_.lse + panel;
+  const T* delta = queries_.delta + panel;
+  for (int64_t i = span.begin; i < span.end; i += S::kLane) {
+    const Vec<T> p = exp2<T, S::kExpDegree>(multiply_add(load(scores + i), factor, -load(lse + i)));
+    const Vec<T> grad = p * (load(grads + i) - load(delta + i));
+    store(scores + i, p);
+    store(grads + i, Select ? (p == Vec<T>{} ? Vec<T>{} : grad) : grad);
+  }
+}
+
+// With M the dropout factors: P to M P, and dS = P (M (dP + dW + dMass) - delta), or P M (dP + dW + dMass) to make delta.
+template <typename S>
+void BackwardTile<S>::full_row(int64_t cell, int64_t panel, int64_t r, KeyRange span) const {
+  T* scores = score_row(cell, panel, r);
+  T* grads = grad_row(cell, panel, r);
+  const int64_t key = key_first_ + r;
+  const bool has_grad = params_.grad_output.data != nullptr && (wants_grads_ || delta_only_);
+  const T* weight_grads = params_.grad_weights.data != nullptr ? s_.weight_grads + (r - cell) * S::kPanel : nullptr;
+  const T* keep = params_.dropout.enabled ? s_.keep + (key - keep_first_) * S::kPanel : nullptr;
+  const T mass_grad = params_.grad_key_mass.data != nullptr
+                          ? row_pointer<const T>(params_.grad_key_mass, batch_, head_,
+                                                 0)[key * params_.grad_key_mass.column_stride]
+                          : 0;
+  const T* delta = queries_.delta + panel;
+  for (int64_t i = span.begin; i < span.end; i += S::kLane) {
+    const Vec<T> p = exp2<T, S::kExpDegree>(
+        multiply_add(load(scores + i), broadcast(units_.softmax_scale), -load(queries_.lse + panel + i)));
+    Vec<T> grad = broadcast(mass_grad);
+    if (has_grad) grad += load(grads + i);
+    if (weight_grads != nullptr) grad += load(weight_grads + i);
+    const Vec<T> factor = keep != nullptr ? load(keep + i) : broadcast(static_cast<T>(1));
+    grad *= factor;
+    if (!delta_only_) grad -= load(delta + i);
+    store(scores + i, p * factor);
+    store(grads + i, p == Vec<T>{} ? p : p * grad);
+  }
+}
+
+template <typename S>
+void BackwardTile<S>::finish_weights(int64_t cell, int64_t panel) {
+  for (int64_t r = cell; r < cell + cell_rows(cell); ++r) {
+    const KeyRange span = panel_span(round_down(r, kTileRows), panel);
+    if (is_empty(span)) continue;
+    if (full_ || delta_only_) {
+      full_row(cell, panel, r, span);
+    } else if (partial_) {
+      plain_row<true>(score_row(cell, panel, r), grad_row(cell, panel, r), span, panel);
+    } else {
+      plain_row<false>(score_row(cell, panel, r), grad_row(cell, panel, r), span, panel);
+    }
+  }
+}
+
+// P and dS are 0 in what the tiles have left out of a live cell.
+template <typename S>
+void BackwardTile<S>::clear_outside(int64_t cell, int64_t panel) {
+  for (int64_t r = cell; r < cell + cell_rows(cell); ++r) {
+    KeyRange span = panel_span(round_down(r, kTileRows), panel);
+    if (is_empty(span)) span = {0, 0};
+    if (span.begin == 0 && span.end == panel_width(panel)) continue;
+    T* rows[2] = {score_row(cell, panel, r), grad_row(cell, panel, r)};
+    for (T* row : rows) {
+      fill_span(row, 0, span.begin, static_cast<T>(0));
+      fill_span(row, span.end, panel_width(panel), static_cast<T>(0));
+    }
+  }
+}
+
+// The mask's gradient takes dS as it is, query and key what the softcap lets through of it.
+template <typename S>
+void BackwardTile<S>::finish_side_grads(int64_t cell, int64_t panel) {
+  if (grad_mask_ != nullptr) add_mask_grads(cell, panel);
+  if (params_.rule.softcap == 0) return;
+  for (int64_t r = cell; r < cell + cell_rows(cell); ++r) {
+    const KeyRange span = panel_span(round_down(r, kTileRows), panel);
+    T* grads = grad_row(cell, panel, r);
+    const T* slope = s_.cap_slope + (r - cell) * S::kPanel;
+    for (int64_t i = span.begin; i < span.end; i += S::kLane) {
+      const Vec<T> grad = load(grads + i);
+      store(grads + i, grad == Vec<T>{} ? grad : grad * load(slope + i));
+    }
+  }
+}
+
+#if defined(__AVX512BF16__)
+ATTN_EXT_INLINE void store_half(uint32_t* p, __m256i v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v); }
+#endif
+
+// P and dS as bfloat16: both in pairs of neighbouring queries, dS also in pairs of neighbouring keys.
+template <typename S>
+void BackwardTile<S>::narrow_cell(int64_t cell, int64_t panel) {
+  if constexpr (S::kNarrow) {
+#if defined(__AVX512BF16__)
+    const Vec<int32_t> pairs = ((Vec<int32_t>)broadcast<int32_t>(16) << 16) + lane_index<int32_t>() * 0x10001;
+    const int64_t depth = panel / S::kPanel * depth_of<Product>(plan_.block_keys);
+    for (int64_t r = cell; r < cell + cell_rows(cell); r += 2) {
+      const bool has_next = r + 1 < cell + cell_rows(cell);
+      Operand* right = s_.grads_right + (depth + r / 2) * S::kPanel;
+      const int64_t offset = panel / 2;
+      for (int64_t i = 0; i < panel_width(panel); i += S::kLane) {
+        const Vec<float> g0 = load(grad_row(cell, panel, r) + i);
+        const Vec<float> g1 = has_next ? load(grad_row(cell, panel, r + 1) + i) : Vec<float>{};
+        const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)g1, (__m512)g0);
+        store(right + i, (Vec<Operand>)_mm512_permutexvar_epi16((__m512i)pairs, both));
+        store_half(s_.grads_left + r * s_.operand_stride + offset + i / 2, _mm512_castsi512_si256(both));
+        store_half(s_.weights_left + r * s_.operand_stride + offset + i / 2,
+                   (__m256i)_mm512_cvtneps_pbh((__m512)load(score_row(cell, panel, r) + i)));
+        if (!has_next) continue;
+        store_half(s_.grads_left + (r + 1) * s_.operand_stride + offset + i / 2, _mm512_extracti64x4_epi64(both, 1));
+        store_half(s_.weights_left + (r + 1) * s_.operand_stride + offset + i / 2,
+                   (__m256i)_mm512_cvtneps_pbh((__m512)load(score_row(cell, panel, r + 1) + i)));
+      }
+    }
+#endif
+  }
+}
+
+template <typename S>
+void BackwardTile<S>::sum_delta(int64_t cell, int64_t panel) {
+  T* delta = queries_.delta + panel;
+  for (int64_t r = cell; r < cell + cell_rows(cell); ++r) {
+    const KeyRange span = panel_span(round_down(r, kTileRows), panel);
+    const T* grads = grad_row(cell, panel, r);
+    for (int64_t i = span.begin; i < span.end; i += S::kLane) store(delta + i, load(delta + i) + load(grads + i));
+  }
+}
+
+}  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY
