@@ -23,8 +23,12 @@ ATTN_EXT_INLINE HalfBits load_half_bits(const uint16_t* p) {
   return *reinterpret_cast<const HalfBitsUnaligned*>(p);
 }
 
-ATTN_EXT_INLINE float to_compute(float x) { return x; }
-ATTN_EXT_INLINE double to_compute(double x) { return x; }
+ATTN_EXT_INLINE float to_compute(float x) {
+  return x;
+}
+ATTN_EXT_INLINE double to_compute(double x) {
+  return x;
+}
 
 ATTN_EXT_INLINE float to_compute(BFloat16 x) {
   const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
@@ -41,7 +45,8 @@ ATTN_EXT_INLINE float to_compute(Float16 x) {
   memcpy(&h, &x.bits, sizeof(h));
   return h;
 #else
-  // Moves exponent and mantissa to their float places; the product repairs the exponent bias, subnormals included.
+  // Moves exponent and mantissa to their float places; the product repairs the exponent bias, subnormals
+  // included.
   const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7fff) << 13;
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16;
   float y;
@@ -56,8 +61,12 @@ ATTN_EXT_INLINE float to_compute(Float16 x) {
 #endif
 }
 
-ATTN_EXT_INLINE Vec<float> load_compute(const float* p) { return load(p); }
-ATTN_EXT_INLINE Vec<double> load_compute(const double* p) { return load(p); }
+ATTN_EXT_INLINE Vec<float> load_compute(const float* p) {
+  return load(p);
+}
+ATTN_EXT_INLINE Vec<double> load_compute(const double* p) {
+  return load(p);
+}
 
 ATTN_EXT_INLINE Vec<float> load_compute(const BFloat16* p) {
   const HalfBits bits = load_half_bits(&p->bits);
@@ -76,6 +85,24 @@ ATTN_EXT_INLINE Vec<float> load_compute(const Float16* p) {
 #endif
 }
 
+// Copies `count` elements, fewer than a vector of what is computed with, to where a whole vector has room.
+template <typename Element>
+ATTN_EXT_INLINE void copy_partial(Element* to, const Element* from, int64_t count) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  if constexpr (sizeof(Element) == 1) {
+    _mm_mask_storeu_epi8(to, static_cast<__mmask16>((1u << count) - 1),
+                         _mm_maskz_loadu_epi8(static_cast<__mmask16>((1u << count) - 1), from));
+    return;
+  }
+  if constexpr (sizeof(Element) == 2) {
+    _mm256_mask_storeu_epi16(to, static_cast<__mmask16>((1u << count) - 1),
+                             _mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << count) - 1), from));
+    return;
+  }
+#endif
+  for (int64_t i = 0; i < count; ++i) to[i] = from[i];
+}
+
 // The first `count` elements, zero in the other lanes.
 template <typename Element>
 ATTN_EXT_INLINE Vec<Compute<Element>> load_compute_partial(const Element* p, int64_t count) {
@@ -83,7 +110,7 @@ ATTN_EXT_INLINE Vec<Compute<Element>> load_compute_partial(const Element* p, int
     return load_partial(p, count);
   } else {
     Element padded[kLanes<float>] = {};
-    for (int64_t i = 0; i < count; ++i) padded[i] = p[i];
+    copy_partial(padded, p, count);
     return load_compute(padded);
   }
 }
@@ -95,8 +122,12 @@ ATTN_EXT_INLINE Vec<uint32_t> bfloat16_bits(Vec<float> v) {
   return (v != v) ? Vec<uint32_t>{} + 0x7fc0u : rounded;
 }
 
-ATTN_EXT_INLINE void store_element(float* p, Vec<float> v) { store(p, v); }
-ATTN_EXT_INLINE void store_element(double* p, Vec<double> v) { store(p, v); }
+ATTN_EXT_INLINE void store_element(float* p, Vec<float> v) {
+  store(p, v);
+}
+ATTN_EXT_INLINE void store_element(double* p, Vec<double> v) {
+  store(p, v);
+}
 
 ATTN_EXT_INLINE void store_element(BFloat16* p, Vec<float> v) {
   const HalfBits bits = __builtin_convertvector(bfloat16_bits(v), HalfBits);
@@ -145,7 +176,7 @@ ATTN_EXT_INLINE void store_element_partial(Element* p, Vec<Compute<Element>> v, 
   } else {
     Element padded[kLanes<float>];
     store_element(padded, v);
-    for (int64_t i = 0; i < count; ++i) p[i] = padded[i];
+    copy_partial(p, padded, count);
   }
 }
 

@@ -20,14 +20,15 @@ enum class ForwardPath : int8_t {
   kDecode,  // a handful of query rows: keys and values read once, unpacked, in pieces
 };
 
-// What decides bits (path, block_keys, split_keys) follows from Lq, Lk, D, Dv, the dtype and the side outputs alone.
+// What decides bits (path, block_keys, split_keys) follows from Lq, Lk, D, Dv, the dtype and the side outputs
+// alone.
 struct ForwardPlan {
   ForwardPath path;
   bool pack_once;       // keys and values packed by a round of its own, or by each task for itself
   bool value_in_place;  // values already lie as a packed panel would
   int64_t block_rows;   // query rows of a block
   int64_t block_keys;   // keys of a block
-  int64_t splits;       // pieces of the keys, each of split_keys
+  int64_t splits;       // pieces of the keys, each of split_keys; 0: not split
   int64_t split_keys;
   int64_t segments;  // runs of query blocks that a task takes
   int64_t pack_tasks, run_tasks, finish_tasks;

@@ -1,4 +1,5 @@
-// ForwardTasks: which path a call takes, how it is cut, and the memory that needs. Included by forward_tasks.h.
+// ForwardTasks: which path a call takes, how it is cut, and the memory that needs. Included by
+// forward_tasks.h.
 #pragma once
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
@@ -10,12 +11,18 @@ void ForwardTasks<S>::plan(const ForwardParams& params, int threads, ForwardPlan
   choose_tasks(params, threads, plan);
 }
 
-// Everything that the bits of a result hang on, so neither the batch, nor the heads, nor the threads come into it.
+// Everything that the bits of a result hang on, so neither the batch, nor the heads, nor the threads come
+// into it.
 template <typename S>
 void ForwardTasks<S>::choose_path(const ForwardParams& params, ForwardPlan& plan) {
   const AttentionShape& shape = params.shape;
   const bool has_weights = params.weights.data != nullptr || params.key_mass != nullptr;
-  if (shape.query_len <= kSplitQueries && shape.key_len > kRowsPathKeys && !has_weights) {
+  if (shape.query_len <= kDecodeQueries && !has_weights) {
+    plan.path = ForwardPath::kDecode;
+    plan.split_keys = kDecodeKeys;
+    plan.splits = larger(1, ceil_div(shape.key_len, kDecodeKeys));
+    plan.block_keys = kDecodeKeys;
+  } else if (shape.query_len <= kSplitQueries && shape.key_len > kRowsPathKeys && !has_weights) {
     plan.path = ForwardPath::kSplit;
     plan.split_keys = kSplitKeys;
     plan.splits = ceil_div(shape.key_len, kSplitKeys);
@@ -34,7 +41,7 @@ void ForwardTasks<S>::choose_tasks(const ForwardParams& params, int threads, For
   const AttentionShape& shape = params.shape;
   const int64_t key_units = shape.batch * shape.key_heads;
   const int64_t query_units = shape.batch * shape.query_heads;
-  const bool split = plan.path == ForwardPath::kSplit;
+  const bool split = plan.splits > 0;
   const int64_t rows = shape.query_len * (split ? group_size(shape) : 1);
   // Blocks of equal height, in whole tiles, enough of them for every thread to find work.
   int64_t blocks = larger(1, ceil_div(rows, kBlockRows));
@@ -54,13 +61,14 @@ void ForwardTasks<S>::choose_tasks(const ForwardParams& params, int threads, For
     plan.finish_tasks = query_units;
     plan.shared_bytes = query_units * plan.splits * shape.query_len * partial_row_size(shape) *
                         static_cast<int64_t>(sizeof(T));
-    packed_head(params, plan, scratch, 0, 0, 0);
+    if (plan.path == ForwardPath::kSplit) packed_head(params, plan, scratch, 0, 0, 0);
     plan.thread_bytes = scratch.used;
     return;
   }
-  // A task that packs for itself finds what it has packed in its own cache; it takes all rows of a key head, so there
-  // have to be many key heads for the threads to share them evenly.
-  plan.pack_once = threads > 1 && key_units < 8 * threads && (key_units < 2 * threads || key_units % threads != 0);
+  // A task that packs for itself finds what it has packed in its own cache; it takes all rows of a key head,
+  // so there have to be many key heads for the threads to share them evenly.
+  plan.pack_once =
+      threads > 1 && key_units < 8 * threads && (key_units < 2 * threads || key_units % threads != 0);
   if (plan.pack_once) {
     plan.pack_tasks = key_units * ceil_div(shape.key_len, kPackKeys);
     plan.run_tasks = query_units * plan.segments;
@@ -104,11 +112,11 @@ int64_t ForwardTasks<S>::packed_head_bytes(const ForwardParams& params, const Fo
 
 // Partial key masses lie behind the packed heads.
 template <typename S>
-typename S::Accum* ForwardTasks<S>::mass_partial(const ForwardParams& params, const ForwardPlan& plan, void* shared,
-                                                 int64_t batch, int64_t head, int64_t segment) {
+typename S::Accum* ForwardTasks<S>::mass_partial(const ForwardParams& params, const ForwardPlan& plan,
+                                                 void* shared, int64_t batch, int64_t head, int64_t segment) {
   const AttentionShape& shape = params.shape;
-  const int64_t packed =
-      plan.pack_once ? shape.batch * shape.key_heads * packed_head_bytes(params, plan) : static_cast<int64_t>(0);
+  const int64_t packed = plan.pack_once ? shape.batch * shape.key_heads * packed_head_bytes(params, plan)
+                                        : static_cast<int64_t>(0);
   return reinterpret_cast<T*>(static_cast<char*>(shared) + packed) +
          ((batch * shape.query_heads + head) * plan.segments + segment) * shape.key_len;
 }

@@ -16,10 +16,14 @@ constexpr int64_t kRowsPathKeys = 2 * kOnlineKeys;  // whole rows up to here
 constexpr int64_t kBlockRows = ATTN_EXT_BLOCK_ROWS;
 constexpr int64_t kSplitQueries = 32;  // as few query rows as this and the keys are split
 constexpr int64_t kSplitKeys = 512;
-constexpr int64_t kPackKeys = 256;         // keys packed by a task of the packing round
+constexpr int64_t kDecodeQueries = 4;  // as few as this and nothing is packed
+constexpr int64_t kDecodeKeys = 256;
+constexpr int64_t kPackKeys = 256;        // keys packed by a task of the packing round
 constexpr int64_t kMaxMassSegments = 16;  // partial key masses of a head
 
-ATTN_EXT_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+ATTN_EXT_INLINE int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
 
 template <typename S>
 struct ForwardTasks {
@@ -30,21 +34,26 @@ struct ForwardTasks {
 
   static void plan(const ForwardParams& params, int threads, ForwardPlan& plan);
   static void pack(const ForwardParams& params, const ForwardPlan& plan, int64_t task, void* shared);
-  static void run(const ForwardParams& params, const ForwardPlan& plan, int64_t task, void* shared, void* scratch);
-  static void finish(const ForwardParams& params, const ForwardPlan& plan, int64_t task, void* shared, void* scratch);
+  static void run(const ForwardParams& params, const ForwardPlan& plan, int64_t task, void* shared,
+                  void* scratch);
+  static void finish(const ForwardParams& params, const ForwardPlan& plan, int64_t task, void* shared,
+                     void* scratch);
 
  private:
   static void choose_path(const ForwardParams& params, ForwardPlan& plan);
   static void choose_tasks(const ForwardParams& params, int threads, ForwardPlan& plan);
   static bool values_lie_packed(const ForwardParams& params);
-  static int64_t group_size(const AttentionShape& shape) { return shape.query_heads / larger(1, shape.key_heads); }
+  static int64_t group_size(const AttentionShape& shape) {
+    return shape.query_heads / larger(1, shape.key_heads);
+  }
   static int64_t keys_held(const ForwardParams& params, const ForwardPlan& plan);
-  static PackedHead<S> packed_head(const ForwardParams& params, const ForwardPlan& plan, Arena& arena, int64_t batch,
-                                   int64_t key_head, int64_t first_key);
+  static PackedHead<S> packed_head(const ForwardParams& params, const ForwardPlan& plan, Arena& arena,
+                                   int64_t batch, int64_t key_head, int64_t first_key);
   static void pack_keys(const ForwardParams& params, const ForwardPlan& plan, const PackedHead<S>& packed,
                         int64_t batch, int64_t key_head, KeyRange keys);
   static void run_blocks(const ForwardParams& params, const ForwardPlan& plan, const QueryScratch<S>& scratch,
-                         const PackedHead<S>& packed, int64_t batch, int64_t head, int64_t segment, void* shared);
+                         const PackedHead<S>& packed, int64_t batch, int64_t head, int64_t segment,
+                         void* shared);
   static void run_split(const ForwardParams& params, const ForwardPlan& plan, int64_t task, void* shared,
                         void* scratch);
   static T* mass_partial(const ForwardParams& params, const ForwardPlan& plan, void* shared, int64_t batch,
@@ -88,21 +97,25 @@ PackedHead<S> ForwardTasks<S>::packed_head(const ForwardParams& params, const Fo
 
 // keys: a range that begins where a panel begins.
 template <typename S>
-void ForwardTasks<S>::pack_keys(const ForwardParams& params, const ForwardPlan& plan, const PackedHead<S>& packed,
-                                int64_t batch, int64_t key_head, KeyRange keys) {
+void ForwardTasks<S>::pack_keys(const ForwardParams& params, const ForwardPlan& plan,
+                                const PackedHead<S>& packed, int64_t batch, int64_t key_head, KeyRange keys) {
   const AttentionShape& shape = params.shape;
   const int64_t first = packed.first_key;
-  const Matrix<Element> key{row_pointer<const Element>(params.key, batch, key_head, first), params.key.row_stride,
-                            params.key.column_stride, keys.end - first, shape.head_dim};
+  const Matrix<Element> key{row_pointer<const Element>(params.key, batch, key_head, first),
+                            params.key.row_stride, params.key.column_stride, keys.end - first,
+                            shape.head_dim};
   const int64_t panel_size = S::kPanel * depth_of<Product>(shape.head_dim);
   for (int64_t j = keys.begin - first; j < keys.end - first; j += S::kPanel) {
-    pack_column_panel<Product>(key, j, S::kPanel, const_cast<Operand*>(packed.keys) + j / S::kPanel * panel_size);
+    pack_column_panel<Product>(key, j, S::kPanel,
+                               const_cast<Operand*>(packed.keys) + j / S::kPanel * panel_size);
   }
   if (plan.value_in_place) return;
   const Matrix<Element> value{row_pointer<const Element>(params.value, batch, key_head, first),
-                              params.value.row_stride, params.value.column_stride, keys.end - first, shape.value_dim};
+                              params.value.row_stride, params.value.column_stride, keys.end - first,
+                              shape.value_dim};
   pack_row_panels<Product>(value, (keys.begin - first) / S::kDepth, depth_of<Product>(keys.end - first),
-                           packed.value_row_stride, const_cast<Operand*>(packed.values), packed.value_panel_stride);
+                           packed.value_row_stride, const_cast<Operand*>(packed.values),
+                           packed.value_panel_stride);
 }
 
 template <typename S>
@@ -120,7 +133,7 @@ void ForwardTasks<S>::pack(const ForwardParams& params, const ForwardPlan& plan,
 template <typename S>
 void ForwardTasks<S>::run(const ForwardParams& params, const ForwardPlan& plan, int64_t task, void* shared,
                           void* scratch) {
-  if (plan.path == ForwardPath::kSplit) {
+  if (plan.splits > 0) {
     run_split(params, plan, task, shared, scratch);
     return;
   }
@@ -129,7 +142,8 @@ void ForwardTasks<S>::run(const ForwardParams& params, const ForwardPlan& plan, 
   Arena arena{static_cast<char*>(scratch), 0};
   const QueryScratch<S> query = take_query_scratch<S>(arena, shape, plan);
   if (plan.pack_once) {
-    // The last rows of a causal head see most: they come first, so that no thread is left with them at the end.
+    // The last rows of a causal head see most: they come first, so that no thread is left with them at the
+    // end.
     const int64_t segment = plan.segments - 1 - task % plan.segments;
     const int64_t head = task / plan.segments % shape.query_heads;
     const int64_t batch = task / plan.segments / shape.query_heads;
@@ -150,9 +164,9 @@ void ForwardTasks<S>::run(const ForwardParams& params, const ForwardPlan& plan, 
 }
 
 template <typename S>
-void ForwardTasks<S>::run_blocks(const ForwardParams& params, const ForwardPlan& plan, const QueryScratch<S>& scratch,
-                                 const PackedHead<S>& packed, int64_t batch, int64_t head, int64_t segment,
-                                 void* shared) {
+void ForwardTasks<S>::run_blocks(const ForwardParams& params, const ForwardPlan& plan,
+                                 const QueryScratch<S>& scratch, const PackedHead<S>& packed, int64_t batch,
+                                 int64_t head, int64_t segment, void* shared) {
   const AttentionShape& shape = params.shape;
   const KeyRange keys{0, shape.key_len};
   const int64_t blocks = ceil_div(shape.query_len, plan.block_rows);
@@ -179,7 +193,7 @@ void ForwardTasks<S>::finish(const ForwardParams& params, const ForwardPlan& pla
                              void* scratch) {
   const AttentionShape& shape = params.shape;
   const int64_t batch = task / shape.query_heads, head = task % shape.query_heads;
-  if (plan.path == ForwardPath::kSplit) {
+  if (plan.splits > 0) {
     merge_split(params, plan, batch, head, shared, scratch);
     return;
   }

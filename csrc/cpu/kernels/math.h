@@ -1,4 +1,5 @@
-// exp2, log and tanh on vectors. Accurate to about an ulp unless a lower degree is asked for; NaN in, NaN out.
+// exp2, log and tanh on vectors. Accurate to about an ulp unless a lower degree is asked for; NaN in, NaN
+// out.
 #pragma once
 
 #include "simd.h"
@@ -25,42 +26,54 @@ struct FloatFormat<double> {
   static constexpr double kRounder = 6755399441055744.0;
 };
 
-// Minimax polynomials (relative error) for 2^r: on [0, 1) where the hardware splits off the floor, else on [-1/2, 1/2].
-#if defined(__AVX512DQ__)
-constexpr bool kFloorSplit = true;
-#else
-constexpr bool kFloorSplit = false;
-#endif
-
+// Minimax polynomials (relative error) for 2^r: on [0, 1) where the hardware splits off the floor, else on
+// [-1/2, 1/2]. The constant is held at 1, so that 2^0 is exactly 1.
 template <int Degree>
 struct Exp2Coefficients;
 template <>
 struct Exp2Coefficients<3> {
-  static constexpr double kFloor[] = {0.999925218566, 0.695833540479, 0.226067155397, 0.0780245226895};
-  static constexpr double kNearest[] = {1.0, 0.693260985454, 0.242611122224, 0.0551716690926};
+  static constexpr double kFloor[] = {1.0, 0.695116786418, 0.227644991196, 0.077067041997};
+  static constexpr double kNearest[] = {1.0, 0.693282927098, 0.242210959276, 0.055008931119};
 };
 template <>
 struct Exp2Coefficients<4> {
-  static constexpr double kFloor[] = {1.00000259337, 0.693003834432, 0.241442757098, 0.0520114602993, 0.0135341680624};
-  static constexpr double kNearest[] = {1.0, 0.693121814743, 0.24024744825, 0.0559178603063, 0.00957010201463};
+  static constexpr double kFloor[] = {1.0, 0.693044844903, 0.241280204753, 0.0522424742208, 0.0134266842729};
+  static constexpr double kNearest[] = {1.0, 0.693124193418, 0.240240986099, 0.0559064245972,
+                                        0.00958285309517};
 };
 template <>
 struct Exp2Coefficients<5> {
-  static constexpr double kFloor[] = {0.999999925064, 0.693153073203,   0.240153617021,
-                                      0.0558263181162, 0.00898934002358, 0.00187757670002};
-  static constexpr double kNearest[] = {1.0,             0.693146967065,   0.24022119724,
-                                        0.0555071327288, 0.00967554133102, 0.00132764721678};
+  static constexpr double kFloor[] = {
+      1.0, 0.693151311805, 0.240164450155, 0.0557999131051, 0.00901703032103, 0.00186713007038};
+  static constexpr double kNearest[] = {
+      1.0, 0.693146977599, 0.240222420854, 0.0555073374325, 0.00967151263965, 0.00132647271974};
 };
 template <>
 struct Exp2Coefficients<11> {
-  static constexpr double kFloor[] = {0.99999999999999999695, 0.6931471805599462346,   0.24022650695905471359,
-                                      0.05550410866571114055, 0.00961812909879262171,  0.0013333558661575757352,
-                                      0.00015403511446490552452, 0.000015253190248831243385, 1.3208193495747121518e-6,
-                                      1.0254457379014550223e-7, 6.5544571626548391491e-9, 6.2724344648028895648e-10};
-  static constexpr double kNearest[] = {1.0, 0.69314718055994533046, 0.24022650695910156205,
-                                        0.055504108664819921483, 0.0096181291075883350833, 0.0013333558146789950323,
-                                        0.00015403530462514613026, 0.0000152527334899608046, 1.3215433089594629037e-6,
-                                        1.0178198033328527662e-7, 7.0741056262456593708e-9, 4.4352809446103361611e-10};
+  static constexpr double kFloor[] = {1.0,
+                                      0.6931471805599462346,
+                                      0.24022650695905471359,
+                                      0.05550410866571114055,
+                                      0.00961812909879262171,
+                                      0.0013333558661575757352,
+                                      0.00015403511446490552452,
+                                      0.000015253190248831243385,
+                                      1.3208193495747121518e-6,
+                                      1.0254457379014550223e-7,
+                                      6.5544571626548391491e-9,
+                                      6.2724344648028895648e-10};
+  static constexpr double kNearest[] = {1.0,
+                                        0.69314718055994533046,
+                                        0.24022650695910156205,
+                                        0.055504108664819921483,
+                                        0.0096181291075883350833,
+                                        0.0013333558146789950323,
+                                        0.00015403530462514613026,
+                                        0.0000152527334899608046,
+                                        1.3215433089594629037e-6,
+                                        1.0178198033328527662e-7,
+                                        7.0741056262456593708e-9,
+                                        4.4352809446103361611e-10};
 };
 
 template <typename T>
@@ -74,7 +87,8 @@ ATTN_EXT_INLINE Vec<T> polynomial(const double (&coefficients)[Degree + 1], Vec<
   return y;
 }
 
-// 2^x for x up to the largest exponent; exactly 0 for -inf and where the result is far below the smallest normal.
+// 2^x for x up to the largest exponent; exactly 0 for -inf and where the result is far below the smallest
+// normal.
 template <typename T, int Degree = kFullDegree<T>>
 ATTN_EXT_INLINE Vec<T> exp2(Vec<T> x) {
 #if defined(__AVX512DQ__)
@@ -89,7 +103,8 @@ ATTN_EXT_INLINE Vec<T> exp2(Vec<T> x) {
     return (Vec<T>)_mm512_scalef_pd((__m512d)y, (__m512d)x);
   }
 #else
-  // At the lower bound r is 0, the polynomial is 1, and taking the bias from its exponent leaves the bits of 0.
+  // At the lower bound r is 0, the polynomial is 1, and taking the bias from its exponent leaves the bits of
+  // 0.
   using Format = FloatFormat<T>;
   x = maximum(broadcast(static_cast<T>(-Format::kBias)), x);
   const Vec<T> shifted = x + Format::kRounder;
@@ -140,8 +155,8 @@ ATTN_EXT_INLINE Vec<T> tanh(Vec<T> x) {
     if (i > 1) series *= broadcast(static_cast<T>(1.0 / i));
   }
   const Vec<T> expm1_r = series * r;
-  const Vec<T> power = (Vec<T>)((Vec<Bits<T>>)broadcast(static_cast<T>(1)) +
-                                ((Vec<Bits<T>>)shifted << Format::kMantissaBits));
+  const Vec<T> power =
+      (Vec<T>)((Vec<Bits<T>>)broadcast(static_cast<T>(1)) + ((Vec<Bits<T>>)shifted << Format::kMantissaBits));
   const Vec<T> e = multiply_add(power, expm1_r, power - static_cast<T>(1));
   const Vec<T> magnitude = e / (e + static_cast<T>(2));
   return x != x ? x : (x < zero ? -magnitude : magnitude);

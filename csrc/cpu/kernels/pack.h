@@ -1,5 +1,5 @@
-// Packing into the layouts that the register tile reads. An operand is an element, converted to the type that is
-// computed with, or (bfloat16 dot product) a pair of elements that are neighbours along the depth.
+// Packing into the layouts that the register tile reads. An operand is an element, converted to the type that
+// is computed with, or (bfloat16 dot product) a pair of elements that are neighbours along the depth.
 //   left rows      (rows, depth)               row stride kept by the caller
 //   column panels  (panels, depth, width)      columns of the right operand = rows of the source, transposed
 //   row panels     (panels, depth, width)      columns of the right operand = columns of the source
@@ -26,15 +26,17 @@ ATTN_EXT_INLINE int64_t depth_of(int64_t columns) {
   return (columns + Product::kDepth - 1) / Product::kDepth;
 }
 
-// Copies rows [row, row + rows) x columns [column, column + columns) into a dense block, zero past the matrix: the way
-// of whatever a full vector cannot be loaded from, kept out of line to keep the packing loops small.
+// Copies rows [row, row + rows) x columns [column, column + columns) into a dense block, zero past the
+// matrix: the way of whatever a full vector cannot be loaded from, kept out of line to keep the packing loops
+// small.
 template <typename Element>
-__attribute__((noinline)) void gather_block(const Matrix<Element>& m, int64_t row, int64_t rows, int64_t column,
-                                            int64_t columns, Element* out) {
+__attribute__((noinline)) void gather_block(const Matrix<Element>& m, int64_t row, int64_t rows,
+                                            int64_t column, int64_t columns, Element* out) {
   for (int64_t r = 0; r < rows; ++r) {
     const Element* p = m.data + (row + r) * m.row_stride + column * m.column_stride;
     const int64_t present = row + r < m.rows ? m.columns - column : 0;
-    for (int64_t c = 0; c < columns; ++c) out[r * columns + c] = c < present ? p[c * m.column_stride] : Element{};
+    for (int64_t c = 0; c < columns; ++c)
+      out[r * columns + c] = c < present ? p[c * m.column_stride] : Element{};
   }
 }
 
@@ -52,7 +54,8 @@ ATTN_EXT_INLINE Vec<typename Product::Operand> load_operands(const Element* p) {
 
 // rows [first, first + count) of the source, `stride` operands apart; each row is written to a whole vector.
 template <typename Product, typename Element>
-void pack_rows(const Matrix<Element>& m, int64_t first, int64_t count, typename Product::Operand* out, int64_t stride) {
+void pack_rows(const Matrix<Element>& m, int64_t first, int64_t count, typename Product::Operand* out,
+               int64_t stride) {
   using Operand = typename Product::Operand;
   constexpr int64_t kElements = kLanes<Operand> * Product::kDepth;
   for (int64_t r = first; r < first + count; ++r, out += stride) {
@@ -93,7 +96,8 @@ ATTN_EXT_INLINE void transpose_square(Vec<T> (&v)[kLanes<T>]) {
 
 // One panel: `width` source rows from `first` on become the columns of out (depth, width).
 template <typename Product, typename Element>
-void pack_column_panel(const Matrix<Element>& m, int64_t first, int64_t width, typename Product::Operand* out) {
+void pack_column_panel(const Matrix<Element>& m, int64_t first, int64_t width,
+                       typename Product::Operand* out) {
   using Operand = typename Product::Operand;
   using Accum = typename Product::Accum;  // as wide as an operand, and a type that vectors are shuffled in
   constexpr int64_t kSide = kLanes<Operand>;
@@ -145,17 +149,20 @@ void pack_row_panels(const Matrix<Element>& m, int64_t begin, int64_t end, int64
   constexpr int64_t kWidth = kLanes<typename Product::Operand>;
   for (int64_t k = begin; k < end; ++k) {
     const int64_t row = k * Product::kDepth;
-    for (int64_t column = 0; column < m.columns; column += kWidth) {
-      Element block[Product::kDepth * kWidth];
-      const Element* from = m.data + row * m.row_stride + column;
-      int64_t stride = m.row_stride;
-      if (m.column_stride != 1 || row + Product::kDepth > m.rows || column + kWidth > m.columns) {
-        gather_block(m, row, Product::kDepth, column, kWidth, block);
-        from = block;
-        stride = kWidth;
+    const Element* from = m.data + row * m.row_stride;
+    const bool in_rows = m.column_stride == 1 && row + Product::kDepth <= m.rows;
+    typename Product::Operand* to = out + k * width;
+    int64_t column = 0;
+    for (int64_t panel_end = width; column < m.columns; panel_end += width, to += panel_stride) {
+      for (int64_t c = 0; column < smaller(panel_end, m.columns); column += kWidth, c += kWidth) {
+        if (in_rows && column + kWidth <= m.columns) {
+          store(to + c, load_row_operands<Product>(from + column, m.row_stride));
+        } else {
+          Element block[Product::kDepth * kWidth];
+          gather_block(m, row, Product::kDepth, column, kWidth, block);
+          store(to + c, load_row_operands<Product>(block, kWidth));
+        }
       }
-      store(out + column / width * panel_stride + k * width + column % width,
-            load_row_operands<Product>(from, stride));
     }
   }
 }

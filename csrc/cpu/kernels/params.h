@@ -1,5 +1,5 @@
-// What a forward call is, in plain types: filled by the tensor side, read by kernels of every instruction set.
-// Nothing here has code, so that no function is shared between instruction sets at link time.
+// What a forward call is, in plain types: filled by the tensor side, read by kernels of every instruction
+// set. Nothing here has code, so that no function is shared between instruction sets at link time.
 #pragma once
 
 #include <cstdint>
@@ -8,9 +8,10 @@ namespace attn_ext::cpu {
 
 enum class ScalarKind : int8_t { kNone, kFloat64, kFloat32, kBFloat16, kFloat16, kBool };
 
-// Element (b, h, r, c) lies at data + batch(b) + h * head_stride + r * row_stride + c * column_stride, counted in
-// elements. A stride of 0 broadcasts. batch(b), b flat over all batch dims, is batch_offsets[b], or b * batch_stride
-// where there is no such table (one is needed only where the batch dims do not collapse into one stride).
+// Element (b, h, r, c) lies at data + batch(b) + h * head_stride + r * row_stride + c * column_stride,
+// counted in elements. A stride of 0 broadcasts. batch(b), b flat over all batch dims, is batch_offsets[b],
+// or b * batch_stride where there is no such table (one is needed only where the batch dims do not collapse
+// into one stride).
 struct TensorView {
   void* data = nullptr;
   const int64_t* batch_offsets = nullptr;
@@ -34,17 +35,18 @@ struct AttentionShape {
 };
 
 // Which keys a query row sees, and how its scores are made:
-//   S = softcap * tanh(scale * q.k / softcap)  (scale * q.k where softcap is 0) + bias,  -inf where not visible.
-// Key j is visible to row i iff i + query_offset - window_left <= j <= i + query_offset + window_right and the mask
-// lets it through: true for a bool mask, not -inf for a floating one. Causality is window_right = 0.
+//   S = softcap * tanh(scale * q.k / softcap)  (scale * q.k where softcap is 0) + bias,  -inf where not
+//   visible.
+// Key j is visible to row i iff i + query_offset - window_left <= j <= i + query_offset + window_right and
+// the mask lets it through: true for a bool mask, not -inf for a floating one. Causality is window_right = 0.
 struct ScoreRule {
   double scale = 1.0;
   double softcap = 0.0;
   int64_t query_offset = 0;  // the sum of this, a row and a window must not overflow
   int64_t window_left = -1;  // -1: open
   int64_t window_right = -1;
-  ScalarKind mask_kind = ScalarKind::kNone;  // none, bool, the query's dtype or float32
-  TensorView mask;                           // (B, Hq, Lq, Lk), any stride may be 0
+  ScalarKind mask_kind = ScalarKind::kNone;   // none, bool, the query's dtype or float32
+  TensorView mask;                            // (B, Hq, Lq, Lk), any stride may be 0
   ScalarKind sinks_kind = ScalarKind::kNone;  // none, the query's dtype or float32
   TensorView sinks;                           // (B, Hq): batch and head strides only
 };
@@ -65,10 +67,10 @@ struct ForwardParams {
   ScoreRule rule;
   DropoutRule dropout;
   TensorView query, key, value;
-  TensorView output;              // column_stride 1
-  void* lse = nullptr;            // (B, Hq, Lq) contiguous, float (double for float64)
-  TensorView weights;             // (B, Hq, Lq, Lk) in the query's dtype, column_stride 1; data null: not wanted
-  void* key_mass = nullptr;       // (B, Hq, Lk) contiguous, float (double for float64); null: not wanted
+  TensorView output;         // column_stride 1
+  void* lse = nullptr;       // (B, Hq, Lq) contiguous, float (double for float64)
+  TensorView weights;        // (B, Hq, Lq, Lk) in the query's dtype, column_stride 1; data null: not wanted
+  void* key_mass = nullptr;  // (B, Hq, Lk) contiguous, float (double for float64); null: not wanted
 };
 
 // Every incoming gradient may be absent (data null) and have any strides, 0 included; a gradient that is not wanted has

@@ -1,6 +1,6 @@
-// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), the draws of 64 columns of a
-// row at a time. The 32-bit words live in 64-bit lanes, of which only the low half counts: the multiplication needs
-// that, and all else can ignore the upper half.
+// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), the draws of 64
+// columns of a row at a time. The 32-bit words live in 64-bit lanes, of which only the low half counts: the
+// multiplication needs that, and all else can ignore the upper half.
 #pragma once
 
 #include <type_traits>
@@ -76,7 +76,8 @@ inline void philox_words(const PhiloxRow& state, uint32_t chunk, uint32_t (&word
     Vec<uint64_t> c[2][4];  // even counters, odd counters
 #pragma GCC unroll 2
     for (int odd = 0; odd < 2; ++odd) {
-      c[odd][0] = 2 * lane_index<uint64_t>() + static_cast<uint64_t>(chunk * 16u + static_cast<uint32_t>(first + odd));
+      c[odd][0] = 2 * lane_index<uint64_t>() +
+                  static_cast<uint64_t>(chunk * 16u + static_cast<uint32_t>(first + odd));
       c[odd][1] = broadcast<uint64_t>(state.row);
       c[odd][2] = broadcast<uint64_t>(state.head);
       c[odd][3] = broadcast<uint64_t>(state.batch);
@@ -91,14 +92,16 @@ inline void philox_words(const PhiloxRow& state, uint32_t chunk, uint32_t (&word
 
 // Zeroes the weights [begin, end) that are dropped; words[0] is the draw of column `begin`.
 template <typename T>
-ATTN_EXT_INLINE void drop_span(T* weights, int64_t begin, int64_t end, const uint32_t* words, uint32_t threshold) {
+ATTN_EXT_INLINE void drop_span(T* weights, int64_t begin, int64_t end, const uint32_t* words,
+                               uint32_t threshold) {
   using Unsigned = std::make_unsigned_t<Bits<T>>;
   typedef uint32_t Words __attribute__((vector_size(kLanes<T> * sizeof(uint32_t))));
   for (int64_t j = begin; j < end; j += kLanes<T>) {
     Words drawn;
     memcpy(&drawn, words + (j - begin), sizeof(drawn));
     const Vec<T> p = load(weights + j);
-    store(weights + j, __builtin_convertvector(drawn, Vec<Unsigned>) >= static_cast<Unsigned>(threshold) ? p : Vec<T>{});
+    store(weights + j,
+          __builtin_convertvector(drawn, Vec<Unsigned>) >= static_cast<Unsigned>(threshold) ? p : Vec<T>{});
   }
 }
 

@@ -1,8 +1,8 @@
 // The register-tile product that all the matrix work is made of:
 //   out (Rows, n) = carry * out + left (Rows, depth) . right (depth, n)      n = Vectors * lanes
-// `left` is read element by element along its rows, `right` vector by vector along its rows, and Rows x Vectors
-// accumulators stay in registers. Every output element is one chain of fused multiply-adds along the depth, so its
-// value depends neither on Rows nor on Vectors.
+// `left` is read element by element along its rows, `right` vector by vector along its rows, and Rows x
+// Vectors accumulators stay in registers. Every output element is one chain of fused multiply-adds along the
+// depth, so its value depends neither on Rows nor on Vectors.
 #pragma once
 
 #include "convert.h"

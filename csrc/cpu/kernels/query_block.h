@@ -1,7 +1,7 @@
 // One block of query rows against the keys of one head: for every block of keys the tile goes through
 //   scores S = Q K^T  ->  mask  ->  softmax (row max, weights, row sum)  ->  dropout  ->  O = carry O + P V
-// in groups of rows small enough for S to stay in the nearest cache. Rows never mix: what a row gets does not depend on
-// which rows lie beside it.
+// in groups of rows small enough for S to stay in the nearest cache. Rows never mix: what a row gets does not
+// depend on which rows lie beside it.
 #pragma once
 
 #include "forward.h"
@@ -13,40 +13,50 @@
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
 #ifndef ATTN_EXT_GROUP_TILES
-#define ATTN_EXT_GROUP_TILES 2
+#define ATTN_EXT_GROUP_TILES 4
 #endif
 constexpr int64_t kGroupTiles = ATTN_EXT_GROUP_TILES;
 constexpr int64_t kGroupRows = kGroupTiles * kTileRows;
 constexpr int64_t kMaxBlockKeys = 4096;
 constexpr int64_t kRunKeys = 64;  // keys are left out by the mask in units of this
 constexpr int64_t kMaxRuns = kMaxBlockKeys / kRunKeys / 2 + 1;
+constexpr int64_t kStreamKeys = 32;  // keys whose values are read at a time when decoding
 
 template <typename S>
 struct QueryScratch {
   using T = typename S::Accum;
-  typename S::Operand* query;  // (rows, query_stride)
-  T* scores;                   // (group rows, score_stride)
-  T* output;                   // (rows, padded Dv), not yet divided by the row sum
+  typename S::Operand* query;     // (rows, query_stride)
+  T* scores;                      // (group rows, score_stride)
+  T* output;                      // (rows, padded Dv), not yet divided by the row sum
+  typename S::Operand* key_rows;  // (lanes, query_stride), and
+  T* value_rows;  // (value panels, kStreamKeys, panel width): converted rows, for decoding only
   T *row_max, *row_sum, *carry, *ones, *factor, *lse;
   int64_t *row_head, *row_index;
-  KeyRange* row_keys;  // visible keys, the mask apart
-  KeyRange* row_span;  // the same within the key block
+  KeyRange* row_keys;   // visible keys, the mask apart
+  KeyRange* row_span;   // the same within the key block
   KeyRange* tile_span;  // the hull of a tile's row spans
   uint8_t* tile_started;
   int64_t query_stride, score_stride, output_stride;
 };
 
 template <typename S>
-inline QueryScratch<S> take_query_scratch(Arena& arena, const AttentionShape& shape, const ForwardPlan& plan) {
+inline QueryScratch<S> take_query_scratch(Arena& arena, const AttentionShape& shape,
+                                          const ForwardPlan& plan) {
   using T = typename S::Accum;
   QueryScratch<S> s;
   const int64_t rows = round_up(plan.block_rows, kTileRows) + S::kLane + kGroupRows;
   s.query_stride = round_up(depth_of<typename S::Product>(shape.head_dim), S::kLane);
-  s.score_stride = round_up(plan.block_keys, S::kPanel) + S::kLane;  // off the powers of two that share cache sets
+  s.score_stride =
+      round_up(plan.block_keys, S::kPanel) + S::kLane;  // off the powers of two that share cache sets
   s.output_stride = padded_value_dim<S>(shape.value_dim);
   s.query = take<typename S::Operand>(arena, rows * s.query_stride);
   s.scores = take<T>(arena, kGroupRows * s.score_stride);
   s.output = take<T>(arena, rows * s.output_stride);
+  if (plan.path == ForwardPath::kDecode) {
+    const int64_t width = value_panel_width<S>(shape.value_dim);
+    s.key_rows = take<typename S::Operand>(arena, S::kLane * s.query_stride);
+    s.value_rows = take<T>(arena, kStreamKeys * round_up(shape.value_dim, width));
+  }
   s.row_max = take<T>(arena, rows);
   s.row_sum = take<T>(arena, rows);
   s.carry = take<T>(arena, rows);
@@ -72,7 +82,11 @@ class QueryBlock {
 
   QueryBlock(const ForwardParams& params, const ForwardPlan& plan, const QueryScratch<S>& scratch,
              const PackedHead<S>& packed, int64_t batch)
-      : params_(params), plan_(plan), s_(scratch), packed_(packed), batch_(batch),
+      : params_(params),
+        plan_(plan),
+        s_(scratch),
+        packed_(packed),
+        batch_(batch),
         units_(score_units<T>(params.rule)) {}
   QueryBlock(const QueryBlock&) = delete;
   QueryBlock& operator=(const QueryBlock&) = delete;
@@ -80,18 +94,20 @@ class QueryBlock {
   // Where the weights' column sums are added, for blocks whose rows are all of one head.
   void set_key_mass(T* key_mass) { key_mass_ = key_mass; }
 
-  // Whether attend() writes weights and key mass, as it can where one block holds all keys; else emit_all() has to.
+  // Whether attend() writes weights and key mass, as it can where one block holds all keys; else emit_all()
+  // has to.
   void set_emit_in_place(bool emit) { emit_in_place_ = emit; }
 
-  // Rows [first, first + rows) of the query rows of heads first_head, first_head + 1, ..., one after the other.
+  // Rows [first, first + rows) of the query rows of heads first_head, first_head + 1, ..., one after the
+  // other.
   void set_rows(int64_t first_head, int64_t first, int64_t rows);
 
   // Attends to `keys`, leaving row max, row sum and the undivided output in the scratch.
   void attend(KeyRange keys);
   bool output_is_finite() const;
 
-  // attend(), with masked-out values left out of the products, since a weight of 0 keeps out neither NaN nor Inf.
-  // Slow; the same bits where all is finite.
+  // attend(), with masked-out values left out of the products, since a weight of 0 keeps out neither NaN nor
+  // Inf. Slow; the same bits where all is finite.
   void attend_carefully(KeyRange keys);
 
   // Divides by the row sums and writes output and lse.
@@ -142,6 +158,20 @@ class QueryBlock {
   void values_careful(int64_t group);
   void careful_row(int64_t group, int64_t r, int64_t column, KeyRange span, bool first, bool fresh);
 
+  // query_block_decode.h
+  struct StreamedValues {
+    const T* data;
+    int64_t row_stride, panel_stride;
+  };
+  static Matrix<Element> rows_from(Matrix<Element> m, int64_t row) {
+    return {m.data + row * m.row_stride, m.row_stride, m.column_stride, m.rows - row, m.columns};
+  }
+  void stream_scores(int64_t group);
+  void stream_values(int64_t group);
+  void stream_product(int64_t group, int64_t row, int64_t rows, KeyRange keys, const StreamedValues& values,
+                      bool first);
+  void hide_values(const Matrix<Element>& value, int64_t group, int64_t r, KeyRange keys);
+
   // query_block_finish.h
   void finish_rows(int64_t group);
   void gather_sinks(int64_t group);
@@ -157,8 +187,9 @@ class QueryBlock {
   const ScoreUnits<T> units_;
   T* key_mass_ = nullptr;
   bool emit_in_place_ = false;  // weights go out while their scores are in cache
-  bool mask_by_key_ = false;  // the mask has to be looked at key by key
+  bool mask_by_key_ = false;    // the mask has to be looked at key by key
   int64_t rows_ = 0;
+  int64_t key_head_ = 0;
   int64_t block_key_ = 0;  // first key of the key block; spans and runs count from it
   int64_t block_count_ = 0;
   KeyRange runs_[kMaxRuns];
@@ -169,6 +200,7 @@ class QueryBlock {
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY
 
+#include "query_block_decode.h"
 #include "query_block_finish.h"
 #include "query_block_mask.h"
 #include "query_block_steps.h"

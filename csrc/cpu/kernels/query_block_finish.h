@@ -18,7 +18,8 @@ void QueryBlock<S>::gather_sinks(int64_t group) {
 }
 
 // With m the row max and l the row sum, both without the sink z:
-//   m' = max(m, z),  l' = 2^(m - m') l + 2^(z - m'),  factor = 2^(m - m') / ((1 - p) l'),  lse = (m' + log2 l') ln 2
+//   m' = max(m, z),  l' = 2^(m - m') l + 2^(z - m'),  factor = 2^(m - m') / ((1 - p) l'),  lse = (m' + log2
+//   l') ln 2
 template <typename S>
 void QueryBlock<S>::finish_rows(int64_t group) {
   const bool has_sinks = params_.rule.sinks_kind != ScalarKind::kNone;
@@ -110,9 +111,10 @@ template <typename S>
 void QueryBlock<S>::emit_row(int64_t r, const T* row) const {
   const Vec<T> factor = broadcast(s_.factor[r]);
   T* mass = key_mass_ != nullptr ? key_mass_ + block_key_ : nullptr;
-  Element* weights = params_.weights.data == nullptr
-                         ? nullptr
-                         : row_pointer<Element>(params_.weights, batch_, s_.row_head[r], s_.row_index[r]) + block_key_;
+  Element* weights =
+      params_.weights.data == nullptr
+          ? nullptr
+          : row_pointer<Element>(params_.weights, batch_, s_.row_head[r], s_.row_index[r]) + block_key_;
   int64_t written = 0;
   each_run(aligned(tile_span(r)), [&](int64_t begin, int64_t end) {
     if (weights != nullptr) {
@@ -141,8 +143,10 @@ void QueryBlock<S>::emit_row(int64_t r, const T* row) const {
 template <typename S>
 void QueryBlock<S>::attend_carefully(KeyRange keys) {
   const int64_t flags = round_up(kGroupRows * s_.score_stride, 64);
-  const int64_t operands = depth_of<Product>(plan_.block_keys) * value_panel_width<S>(params_.shape.value_dim);
-  void* memory = __builtin_malloc(static_cast<size_t>(flags + operands * static_cast<int64_t>(sizeof(Operand))));
+  const int64_t operands =
+      depth_of<Product>(plan_.block_keys) * value_panel_width<S>(params_.shape.value_dim);
+  void* memory =
+      __builtin_malloc(static_cast<size_t>(flags + operands * static_cast<int64_t>(sizeof(Operand))));
   visible_ = static_cast<uint8_t*>(memory);
   chosen_values_ = reinterpret_cast<Operand*>(visible_ + flags);
   emit_in_place_ = false;
@@ -182,7 +186,8 @@ void QueryBlock<S>::values_careful(int64_t group) {
 
 // One row's part of values(), from a copy of the values that is zero where the row does not see the key.
 template <typename S>
-void QueryBlock<S>::careful_row(int64_t group, int64_t r, int64_t column, KeyRange span, bool first, bool fresh) {
+void QueryBlock<S>::careful_row(int64_t group, int64_t r, int64_t column, KeyRange span, bool first,
+                                bool fresh) {
   const int64_t width = value_panel_width<S>(params_.shape.value_dim);
   const int64_t vectors = smaller(width, s_.output_stride - column) / S::kLane;
   const int64_t begin = span.begin / S::kDepth, end = depth_of<Product>(span.end);

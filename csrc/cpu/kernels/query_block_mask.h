@@ -7,12 +7,14 @@ template <typename S>
 void QueryBlock<S>::set_rows(int64_t first_head, int64_t first, int64_t rows) {
   const AttentionShape& shape = params_.shape;
   rows_ = rows;
+  key_head_ = first_head / larger(1, shape.query_heads / larger(1, shape.key_heads));
   for (int64_t r = 0; r < rows;) {
     const int64_t head = first_head + (first + r) / shape.query_len;
     const int64_t index = (first + r) % shape.query_len;
     const int64_t count = smaller(rows - r, shape.query_len - index);
-    const Matrix<Element> query{row_pointer<const Element>(params_.query, batch_, head, 0), params_.query.row_stride,
-                                params_.query.column_stride, shape.query_len, shape.head_dim};
+    const Matrix<Element> query{row_pointer<const Element>(params_.query, batch_, head, 0),
+                                params_.query.row_stride, params_.query.column_stride, shape.query_len,
+                                shape.head_dim};
     pack_rows<Product>(query, index, count, s_.query + r * s_.query_stride, s_.query_stride);
     for (int64_t i = 0; i < count; ++i, ++r) {
       s_.row_head[r] = head;
@@ -120,8 +122,11 @@ void QueryBlock<S>::mask(int64_t group) {
     const KeyRange computed = aligned(tile_span(r));
     if (is_empty(computed)) continue;
     T* row = score_row(group, r);
+    // A bias is added by the multiply-add that scales, if nothing has to happen in between.
+    const bool scaled_by_mask =
+        mask_by_key_ && params_.rule.mask_kind != ScalarKind::kBool && units_.softcap == 0;
     each_run(computed, [&](int64_t begin, int64_t end) {
-      if (units_.scale_first) scale_span(row, begin, end, units_);
+      if (units_.scale_first && !scaled_by_mask) scale_span(row, begin, end, units_);
       if (mask_by_key_) mask_row(r, row, begin, end);
     });
     const KeyRange seen = s_.row_span[r];
@@ -141,7 +146,7 @@ void QueryBlock<S>::mask_row(int64_t r, T* row, int64_t begin, int64_t end) cons
     const TensorView& view = params_.rule.mask;
     const M* mask = row_pointer<const M>(view, batch_, s_.row_head[r], s_.row_index[r]);
     mask_span<T>(row, begin, end, mask + block_key_ * view.column_stride, view.column_stride,
-                 params_.shape.key_len - block_key_);
+                 params_.shape.key_len - block_key_, units_.softcap == 0 ? units_.scale : static_cast<T>(1));
   });
 }
 

@@ -33,18 +33,23 @@ void QueryBlock<S>::attend(KeyRange keys) {
 
 template <typename S>
 void QueryBlock<S>::attend_group(int64_t group) {
-  const bool keep = params_.dropout.enabled || emit_in_place_;
-  scores(group);
+  const bool decodes = plan_.path == ForwardPath::kDecode;  // its values are not in pairs
+  const bool narrows = S::kNarrow && !decodes;
+  const bool keep =
+      params_.dropout.enabled || emit_in_place_;  // the weights as they are, until others have seen them
+  decodes ? stream_scores(group) : scores(group);
   mask(group);
   if (visible_ != nullptr) note_visible(group);
-  softmax(group, S::kNarrow && !keep);
+  softmax(group, narrows && !keep);
   if (params_.dropout.enabled) dropout(group);
   if (emit_in_place_) {
     finish_rows(group);
     emit(group);
   }
-  if (S::kNarrow && keep) narrow(group);
-  if (visible_ != nullptr) {
+  if (narrows && keep) narrow(group);
+  if (decodes) {
+    stream_values(group);
+  } else if (visible_ != nullptr) {
     values_careful(group);
   } else {
     values(group);
@@ -82,7 +87,8 @@ void QueryBlock<S>::row_maxima(int64_t group, T* top) const {
   for (int64_t r = group; r < group + group_rows(group); ++r) {
     const T* row = score_row(group, r);
     Vec<T> lanes = broadcast(-kInfinity<T>);
-    each_run(aligned(tile_span(r)), [&](int64_t begin, int64_t end) { lanes = max_span(row, begin, end, lanes); });
+    each_run(aligned(tile_span(r)),
+             [&](int64_t begin, int64_t end) { lanes = max_span(row, begin, end, lanes); });
     top[r - group] = lane_max<T>(lanes);
   }
 }
@@ -97,7 +103,7 @@ void QueryBlock<S>::softmax(int64_t group, bool narrow) {
     const Vec<T> old_max = load(s_.row_max + group + r);
     const Vec<T> new_max = maximum(old_max, load(top + r) * units_.softmax_scale);
     const Vec<T> origin = new_max == -kInfinity<T> ? Vec<T>{} : new_max;  // a row that has seen nothing yet
-    const Vec<T> carry = exp2<T>(old_max - origin);
+    const Vec<T> carry = old_max == new_max ? broadcast(static_cast<T>(1)) : exp2<T>(old_max - origin);
     store(s_.row_max + group + r, new_max);
     store(s_.carry + group + r, carry);
     store(s_.row_sum + group + r, load(s_.row_sum + group + r) * carry);
@@ -191,7 +197,8 @@ void QueryBlock<S>::multiply_values(int64_t group, int64_t tile, int64_t column,
   args.depth = end - begin;
   args.left = reinterpret_cast<const Operand*>(score_row(group, tile)) + begin;
   args.left_stride = s_.score_stride;
-  args.right = packed_.values + column / width * packed_.value_panel_stride + (first + begin) * packed_.value_row_stride;
+  args.right = packed_.values + column / width * packed_.value_panel_stride +
+               (first + begin) * packed_.value_row_stride;
   args.right_stride = packed_.value_row_stride;
   args.out = s_.output + tile * s_.output_stride + column;
   args.out_stride = s_.output_stride;

@@ -1,7 +1,7 @@
 // From products q.k to scores in units of log2, a pass over a span of a row that is in cache:
 //   S = (softcap * tanh(scale * s / softcap) or scale * s) + bias,  times log2 e,  -inf where masked out.
-// In that unit the softmax needs exp2 only, and scale * log2 e costs nothing more than scale did. Where neither softcap
-// nor bias is there, the scale is left to the softmax pass, which multiplies anyway.
+// In that unit the softmax needs exp2 only, and scale * log2 e costs nothing more than scale did. Where
+// neither softcap nor bias is there, the scale is left to the softmax pass, which multiplies anyway.
 #pragma once
 
 #include "math.h"
@@ -64,28 +64,39 @@ ATTN_EXT_INLINE Vec<T> load_bias(const M* mask) {
 }
 
 template <typename T, typename M>
-ATTN_EXT_INLINE Vec<T> apply_mask(Vec<T> s, const M* mask) {
+ATTN_EXT_INLINE Vec<T> apply_mask(Vec<T> s, const M* mask, Vec<T> scale) {
   if constexpr (std::is_same_v<M, uint8_t>) {
     return load_flags<T>(mask) != 0 ? s : broadcast(-kInfinity<T>);
   } else {
     const Vec<T> bias = load_bias<T>(mask);
-    // A bias near the lowest finite value is a way of masking, but a row of nothing else is not dead: stay finite.
+    // A bias near the lowest finite value is a way of masking, but a row of nothing else is not dead: stay
+    // finite.
     const Vec<T> bounded = maximum(broadcast(-FloatFormat<T>::kLargest), bias * static_cast<T>(kLog2E));
-    return bias == broadcast(-kInfinity<T>) ? bias : s + bounded;
+    return bias == broadcast(-kInfinity<T>) ? bias : multiply_add(s, scale, bounded);
   }
 }
 
-// mask[j * stride] belongs to scores[j]; elements from `present` on do not exist and count as masked out later.
+// S = scale s + mask; mask[j * stride] belongs to scores[j]. Elements from `present` on do not exist: what is
+// masked there does not matter, since no row sees it. A bool mask leaves the scale to others.
 template <typename T, typename M>
-void mask_span(T* scores, int64_t begin, int64_t end, const M* mask, int64_t stride, int64_t present) {
-  for (int64_t j = begin; j < end; j += kLanes<T>) {
-    const M* from = mask + j;
-    M gathered[kLanes<T>] = {};
-    if (stride != 1 || j + kLanes<T> > present) {
-      for (int64_t i = 0; i < kLanes<T> && j + i < present; ++i) gathered[i] = mask[(j + i) * stride];
-      from = gathered;
+void mask_span(T* scores, int64_t begin, int64_t end, const M* mask, int64_t stride, int64_t present,
+               T scale) {
+  const Vec<T> factor = broadcast(scale);
+  int64_t j = begin;
+  if (stride == 1) {
+    for (; j < end && j + kLanes<T> <= present; j += kLanes<T>) {
+      store(scores + j, apply_mask<T>(load(scores + j), mask + j, factor));
     }
-    store(scores + j, apply_mask<T>(load(scores + j), from));
+  }
+  for (; j < end; j += kLanes<T>) {
+    M gathered[kLanes<T>] = {};
+    const int64_t count = smaller(kLanes<T>, present - j);
+    if (stride == 1 && count > 0) {
+      copy_partial(gathered, mask + j, count);
+    } else {
+      for (int64_t i = 0; i < count; ++i) gathered[i] = mask[(j + i) * stride];
+    }
+    store(scores + j, apply_mask<T>(load(scores + j), gathered, factor));
   }
 }
 

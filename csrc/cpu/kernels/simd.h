@@ -1,5 +1,6 @@
-// Vectors of the instruction set that this file is compiled for, over the compiler's own vector types: arithmetic,
-// comparison and selection (mask ? a : b) are operators; only what has no operator is a function here.
+// Vectors of the instruction set that this file is compiled for, over the compiler's own vector types:
+// arithmetic, comparison and selection (mask ? a : b) are operators; only what has no operator is a function
+// here.
 #pragma once
 
 #include <cstdint>
@@ -42,10 +43,10 @@ struct Float16 {
 
 template <typename T>
 struct VectorOf;
-#define ATTN_EXT_VECTOR_OF(T)                                                                     \
-  template <>                                                                                     \
-  struct VectorOf<T> {                                                                            \
-    typedef T Type __attribute__((vector_size(kVectorBytes)));                                    \
+#define ATTN_EXT_VECTOR_OF(T)                                                                      \
+  template <>                                                                                      \
+  struct VectorOf<T> {                                                                             \
+    typedef T Type __attribute__((vector_size(kVectorBytes)));                                     \
     typedef T Unaligned __attribute__((vector_size(kVectorBytes), aligned(sizeof(T)), may_alias)); \
   }
 ATTN_EXT_VECTOR_OF(float);
@@ -78,10 +79,18 @@ using Bits = typename BitsOf<T>::Signed;
 template <typename T>
 constexpr T kInfinity = static_cast<T>(__builtin_inf());
 
-ATTN_EXT_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-ATTN_EXT_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-ATTN_EXT_INLINE int64_t round_down(int64_t n, int64_t unit) { return n / unit * unit; }
-ATTN_EXT_INLINE int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+ATTN_EXT_INLINE int64_t smaller(int64_t a, int64_t b) {
+  return a < b ? a : b;
+}
+ATTN_EXT_INLINE int64_t larger(int64_t a, int64_t b) {
+  return a > b ? a : b;
+}
+ATTN_EXT_INLINE int64_t round_down(int64_t n, int64_t unit) {
+  return n / unit * unit;
+}
+ATTN_EXT_INLINE int64_t round_up(int64_t n, int64_t unit) {
+  return (n + unit - 1) / unit * unit;
+}
 
 template <typename T>
 ATTN_EXT_INLINE Vec<T> load(const T* p) {

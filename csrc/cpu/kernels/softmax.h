@@ -25,8 +25,14 @@ ATTN_EXT_INLINE Vec<T> exp_span(T* scores, int64_t begin, int64_t end, T scale, 
   return sum;
 }
 
+// As exp_span, for weights that go on as bfloat16; there only where bfloat16 has its own product.
+template <int Degree>
+Vec<float> exp_span_narrow(float* scores, int64_t begin, int64_t end, float scale, float row_max,
+                           Vec<float> sum);
+
 #if defined(__AVX512BF16__)
-// Narrowing in place: weight j moves to the j-th bfloat16 of the row, which only ever overwrites what has been read.
+// Narrowing in place: weight j moves to the j-th bfloat16 of the row, which only ever overwrites what has
+// been read.
 ATTN_EXT_INLINE void store_narrow(float* row, int64_t j, Vec<float> p) {
   const __m256bh half = _mm512_cvtneps_pbh((__m512)p);
   memcpy(reinterpret_cast<uint16_t*>(row) + j, &half, sizeof(half));
@@ -38,8 +44,8 @@ ATTN_EXT_INLINE void store_narrow(float* row, int64_t j, Vec<float> p0, Vec<floa
 }
 
 template <int Degree>
-ATTN_EXT_INLINE Vec<float> exp_span_narrow(float* scores, int64_t begin, int64_t end, float scale, float row_max,
-                                           Vec<float> sum) {
+inline Vec<float> exp_span_narrow(float* scores, int64_t begin, int64_t end, float scale, float row_max,
+                                  Vec<float> sum) {
   constexpr int64_t kWidth = kLanes<float>;
   const Vec<float> factor = broadcast(scale);
   const Vec<float> shift = broadcast(-row_max);

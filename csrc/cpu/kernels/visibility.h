@@ -12,7 +12,9 @@ struct KeyRange {
   int64_t begin, end;
 };
 
-ATTN_EXT_INLINE bool is_empty(KeyRange range) { return range.begin >= range.end; }
+ATTN_EXT_INLINE bool is_empty(KeyRange range) {
+  return range.begin >= range.end;
+}
 
 ATTN_EXT_INLINE KeyRange intersect(KeyRange a, KeyRange b) {
   return {larger(a.begin, b.begin), smaller(a.end, b.end)};
@@ -32,15 +34,26 @@ ATTN_EXT_INLINE int64_t batch_offset(const TensorView& view, int64_t batch) {
 
 template <typename T>
 ATTN_EXT_INLINE T* row_pointer(const TensorView& view, int64_t batch, int64_t head, int64_t row) {
-  return static_cast<T*>(view.data) + batch_offset(view, batch) + head * view.head_stride + row * view.row_stride;
+  return static_cast<T*>(view.data) + batch_offset(view, batch) + head * view.head_stride +
+         row * view.row_stride;
 }
 
 // A bool mask lets a key through by being true, a floating one by not being -inf.
-ATTN_EXT_INLINE bool lets_through(uint8_t m) { return m != 0; }
-ATTN_EXT_INLINE bool lets_through(float m) { return m != -kInfinity<float>; }
-ATTN_EXT_INLINE bool lets_through(double m) { return m != -kInfinity<double>; }
-ATTN_EXT_INLINE bool lets_through(BFloat16 m) { return m.bits != 0xff80; }
-ATTN_EXT_INLINE bool lets_through(Float16 m) { return m.bits != 0xfc00; }
+ATTN_EXT_INLINE bool lets_through(uint8_t m) {
+  return m != 0;
+}
+ATTN_EXT_INLINE bool lets_through(float m) {
+  return m != -kInfinity<float>;
+}
+ATTN_EXT_INLINE bool lets_through(double m) {
+  return m != -kInfinity<double>;
+}
+ATTN_EXT_INLINE bool lets_through(BFloat16 m) {
+  return m.bits != 0xff80;
+}
+ATTN_EXT_INLINE bool lets_through(Float16 m) {
+  return m.bits != 0xfc00;
+}
 
 template <typename M>
 struct TypeTag {
@@ -83,8 +96,9 @@ inline bool any_let_through(const uint8_t* mask, int64_t stride, int64_t count) 
   return false;
 }
 
-// The range from the first key that a bool mask row lets through to the last; `gapless` tells whether it lets all of
-// that range through, as padding masks do: then the range says all and the mask need not be looked at again.
+// The range from the first key that a bool mask row lets through to the last; `gapless` tells whether it lets
+// all of that range through, as padding masks do: then the range says all and the mask need not be looked at
+// again.
 inline KeyRange mask_row_range(const uint8_t* mask, int64_t stride, int64_t key_len, bool& gapless) {
   KeyRange range{0, key_len};
   while (range.begin < range.end && mask[range.begin * stride] == 0) ++range.begin;
