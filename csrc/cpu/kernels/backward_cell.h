@@ -85,7 +85,15 @@ void BackwardTile<S>::finish_scores(int64_t cell, int64_t panel) {
   }
 }
 
-// P = 2^(s - lse), dS = P (dP - delta), in place; Select: dP may be anything where P is 0.
+// P = 2^(scale s - lse); exactly 0 where a key is masked or a query is dead, whatever else is NaN there.
+template <typename T, int Degree, bool Select>
+ATTN_EXT_INLINE Vec<T> weights_of(Vec<T> s, Vec<T> scale, Vec<T> lse) {
+  const Vec<T> p = exp2<T, Degree>(multiply_add(s, scale, -lse));
+  if constexpr (!Select) return p;
+  return (s == -kInfinity<T>) | (lse == kInfinity<T>) ? Vec<T>{} : p;
+}
+
+// P and dS = P (dP - delta), in place; Select: dP may be anything where P is 0.
 template <typename S>
 template <bool Select>
 void BackwardTile<S>::plain_row(T* scores, T* grads, KeyRange span, int64_t panel) const {
@@ -93,7 +101,7 @@ void BackwardTile<S>::plain_row(T* scores, T* grads, KeyRange span, int64_t pane
   const T* lse = queries_.lse + panel;
   const T* delta = queries_.delta + panel;
   for (int64_t i = span.begin; i < span.end; i += S::kLane) {
-    const Vec<T> p = exp2<T, S::kExpDegree>(multiply_add(load(scores + i), factor, -load(lse + i)));
+    const Vec<T> p = weights_of<T, S::kExpDegree, Select>(load(scores + i), factor, load(lse + i));
     const Vec<T> grad = p * (load(grads + i) - load(delta + i));
     store(scores + i, p);
     store(grads + i, Select ? (p == Vec<T>{} ? Vec<T>{} : grad) : grad);
@@ -115,8 +123,8 @@ void BackwardTile<S>::full_row(int64_t cell, int64_t panel, int64_t r, KeyRange 
                           : 0;
   const T* delta = queries_.delta + panel;
   for (int64_t i = span.begin; i < span.end; i += S::kLane) {
-    const Vec<T> p = exp2<T, S::kExpDegree>(
-        multiply_add(load(scores + i), broadcast(units_.softmax_scale), -load(queries_.lse + panel + i)));
+    const Vec<T> p = weights_of<T, S::kExpDegree, true>(load(scores + i), broadcast(units_.softmax_scale),
+                                                        load(queries_.lse + panel + i));
     Vec<T> grad = broadcast(mass_grad);
     if (has_grad) grad += load(grads + i);
     if (weight_grads != nullptr) grad += load(weight_grads + i);
@@ -180,7 +188,7 @@ ATTN_EXT_INLINE void store_half(uint32_t* p, __m256i v) { _mm256_storeu_si256(re
 
 // P and dS as bfloat16: both in pairs of neighbouring queries, dS also in pairs of neighbouring keys.
 template <typename S>
-void BackwardTile<S>::narrow_cell(int64_t cell, int64_t panel) {
+void BackwardTile<S>::narrow_cell([[maybe_unused]] int64_t cell, [[maybe_unused]] int64_t panel) {
   if constexpr (S::kNarrow) {
 #if defined(__AVX512BF16__)
     const Vec<int32_t> pairs = ((Vec<int32_t>)broadcast<int32_t>(16) << 16) + lane_index<int32_t>() * 0x10001;

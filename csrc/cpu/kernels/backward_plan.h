@@ -60,7 +60,7 @@ void BackwardTasks<S>::choose_chains(const BackwardParams& params, BackwardPlan&
       (plan.heads_share_mask ? 1 : shape.key_heads) * (batches_share_mask(params) ? 1 : shape.batch);
   plan.mask_copies = 1;
   plan.segments = 1;
-  if (units == 0 || plan.query_blocks == 0) return;
+  if (units == 0) return;
   if (view.data != nullptr) {
     const int64_t affordable = larger(1, kMaskCopyElements / larger(1, params.grad_mask_size));
     plan.mask_copies = smaller(smaller(pieces(kManyTasks, groups), units / groups), affordable);
