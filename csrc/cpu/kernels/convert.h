@@ -23,6 +23,32 @@ ATTN_EXT_INLINE HalfBits load_half_bits(const uint16_t* p) {
   return *reinterpret_cast<const HalfBitsUnaligned*>(p);
 }
 
+// GCC goes through memory for these conversions of whole registers, hence the instructions by name.
+ATTN_EXT_INLINE Vec<uint32_t> widen(HalfBits bits) {
+#if defined(__AVX512F__)
+  return (Vec<uint32_t>)_mm512_cvtepu16_epi32((__m256i)bits);
+#elif defined(__AVX2__)
+  return (Vec<uint32_t>)_mm256_cvtepu16_epi32((__m128i)bits);
+#elif defined(__SSE2__)
+  int64_t four;
+  memcpy(&four, &bits, sizeof(four));
+  return (Vec<uint32_t>)_mm_unpacklo_epi16(_mm_cvtsi64_si128(four), _mm_setzero_si128());
+#else
+  return __builtin_convertvector(bits, Vec<uint32_t>);
+#endif
+}
+
+ATTN_EXT_INLINE HalfBits narrow(Vec<uint32_t> v) {
+#if defined(__AVX512F__)
+  return (HalfBits)_mm512_cvtepi32_epi16((__m512i)v);
+#elif defined(__AVX2__)
+  const __m256i packed = _mm256_packus_epi32((__m256i)v, (__m256i)v);
+  return (HalfBits)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+#else
+  return __builtin_convertvector(v, HalfBits);
+#endif
+}
+
 ATTN_EXT_INLINE float to_compute(float x) {
   return x;
 }
@@ -70,7 +96,7 @@ ATTN_EXT_INLINE Vec<double> load_compute(const double* p) {
 
 ATTN_EXT_INLINE Vec<float> load_compute(const BFloat16* p) {
   const HalfBits bits = load_half_bits(&p->bits);
-  return (Vec<float>)(__builtin_convertvector(bits, Vec<uint32_t>) << 16);
+  return (Vec<float>)(widen(bits) << 16);
 }
 
 ATTN_EXT_INLINE Vec<float> load_compute(const Float16* p) {
@@ -89,6 +115,10 @@ ATTN_EXT_INLINE Vec<float> load_compute(const Float16* p) {
 template <typename Element>
 ATTN_EXT_INLINE void copy_partial(Element* to, const Element* from, int64_t count) {
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
+  if constexpr (sizeof(Element) >= 4) {
+    store_partial(to, load_partial(from, count), count);
+    return;
+  }
   if constexpr (sizeof(Element) == 1) {
     _mm_mask_storeu_epi8(to, static_cast<__mmask16>((1u << count) - 1),
                          _mm_maskz_loadu_epi8(static_cast<__mmask16>((1u << count) - 1), from));
@@ -130,7 +160,7 @@ ATTN_EXT_INLINE void store_element(double* p, Vec<double> v) {
 }
 
 ATTN_EXT_INLINE void store_element(BFloat16* p, Vec<float> v) {
-  const HalfBits bits = __builtin_convertvector(bfloat16_bits(v), HalfBits);
+  const HalfBits bits = narrow(bfloat16_bits(v));
   *reinterpret_cast<HalfBitsUnaligned*>(p) = bits;
 }
 

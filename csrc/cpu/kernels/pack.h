@@ -32,11 +32,16 @@ ATTN_EXT_INLINE int64_t depth_of(int64_t columns) {
 template <typename Element>
 __attribute__((noinline)) void gather_block(const Matrix<Element>& m, int64_t row, int64_t rows,
                                             int64_t column, int64_t columns, Element* out) {
-  for (int64_t r = 0; r < rows; ++r) {
+  const int64_t present = smaller(columns, m.columns - column);
+  for (int64_t r = 0; r < rows; ++r, out += columns) {
     const Element* p = m.data + (row + r) * m.row_stride + column * m.column_stride;
-    const int64_t present = row + r < m.rows ? m.columns - column : 0;
-    for (int64_t c = 0; c < columns; ++c)
-      out[r * columns + c] = c < present ? p[c * m.column_stride] : Element{};
+    memset(out, 0, static_cast<size_t>(columns) * sizeof(Element));
+    if (row + r >= m.rows) continue;
+    if (m.column_stride == 1) {
+      memcpy(out, p, static_cast<size_t>(present) * sizeof(Element));
+    } else {
+      for (int64_t c = 0; c < present; ++c) out[c] = p[c * m.column_stride];
+    }
   }
 }
 
@@ -136,8 +141,8 @@ ATTN_EXT_INLINE Vec<typename Product::Operand> load_row_operands(const Element* 
   if constexpr (Product::kDepth == 1) {
     return load_compute(p);
   } else {
-    const Vec<Operand> low = __builtin_convertvector(load_half_bits(&p->bits), Vec<Operand>);
-    const Vec<Operand> high = __builtin_convertvector(load_half_bits(&p[row_stride].bits), Vec<Operand>);
+    const Vec<Operand> low = widen(load_half_bits(&p->bits));
+    const Vec<Operand> high = widen(load_half_bits(&p[row_stride].bits));
     return low | (high << 16);
   }
 }

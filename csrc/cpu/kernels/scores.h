@@ -43,12 +43,33 @@ inline void scale_span(T* scores, int64_t begin, int64_t end, const ScoreUnits<T
   for (int64_t j = begin; j < end; j += kLanes<T>) store(scores + j, cap * tanh<T>(load(scores + j) * scale));
 }
 
+// v where the lane's byte is not 0, -inf elsewhere.
 template <typename T>
-ATTN_EXT_INLINE Vec<Bits<T>> load_flags(const uint8_t* mask) {
-  typedef uint8_t Bytes __attribute__((vector_size(kLanes<T>)));
-  Bytes bytes;
-  memcpy(&bytes, mask, sizeof(bytes));
-  return __builtin_convertvector(bytes, Vec<Bits<T>>);
+ATTN_EXT_INLINE Vec<T> keep_flagged(Vec<T> v, const uint8_t* flags) {
+  const Vec<T> hidden = broadcast(-kInfinity<T>);
+  uint64_t bytes[2] = {0, 0};
+  memcpy(bytes, flags, kLanes<T>);
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  const __m128i lanes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
+  const __mmask16 set = _mm_test_epi8_mask(lanes, lanes);
+  if constexpr (sizeof(T) == 4) {
+    return (Vec<T>)_mm512_mask_mov_ps((__m512)hidden, set, (__m512)v);
+  } else {
+    return (Vec<T>)_mm512_mask_mov_pd((__m512d)hidden, static_cast<__mmask8>(set), (__m512d)v);
+  }
+#elif defined(__AVX2__)
+  const __m128i lanes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
+  if constexpr (sizeof(T) == 4) {
+    return (Vec<Bits<T> >)_mm256_cvtepu8_epi32(lanes) != 0 ? v : hidden;
+  } else {
+    return (Vec<Bits<T> >)_mm256_cvtepu8_epi64(lanes) != 0 ? v : hidden;
+  }
+#else
+  Vec<Bits<T> > lanes;
+  for (int i = 0; i < kLanes<T>; ++i)
+    lanes[i] = static_cast<Bits<T> >((bytes[i / 8] >> (8 * (i % 8))) & 0xff);
+  return lanes != 0 ? v : hidden;
+#endif
 }
 
 template <typename T, typename M>
@@ -66,7 +87,7 @@ ATTN_EXT_INLINE Vec<T> load_bias(const M* mask) {
 template <typename T, typename M>
 ATTN_EXT_INLINE Vec<T> apply_mask(Vec<T> s, const M* mask, Vec<T> scale) {
   if constexpr (std::is_same_v<M, uint8_t>) {
-    return load_flags<T>(mask) != 0 ? s : broadcast(-kInfinity<T>);
+    return keep_flagged<T>(s, mask);
   } else {
     const Vec<T> bias = load_bias<T>(mask);
     // A bias near the lowest finite value is a way of masking, but a row of nothing else is not dead: stay
