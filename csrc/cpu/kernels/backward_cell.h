@@ -7,6 +7,7 @@ template <typename S>
 void BackwardTile<S>::run_cell(int64_t cell, int64_t panel) {
   const AttentionShape& shape = params_.shape;
   const bool with_grads = wants_grads_ || delta_only_;
+  if (mask_by_key_) prefetch_masks(cell, panel);
   multiply_cell(cell, panel, keys_.key_rows, row_stride_of<S>(shape.head_dim), queries_.query_columns, shape.head_dim,
                 s_.scores);
   if (with_grads && params_.grad_output.data != nullptr) {
@@ -15,13 +16,19 @@ void BackwardTile<S>::run_cell(int64_t cell, int64_t panel) {
   }
   if (mask_by_key_) load_bias_cell(cell, panel);
   if (with_grads && params_.grad_weights.data != nullptr) load_weight_grads_cell(cell, panel);
-  finish_scores(cell, panel);
+  const bool whole = is_whole(cell, panel);
+  partial_ = select_all_ || mask_by_key_ || !whole;
+  if (!whole || mask_by_key_ || units_.scale_first) finish_scores(cell, panel);
+  if (S::kNarrow && whole && !full_ && !delta_only_ && grad_mask_ == nullptr) {
+    partial_ ? plain_narrow_cell<true>(cell, panel) : plain_narrow_cell<false>(cell, panel);
+    return;
+  }
   finish_weights(cell, panel);
   if (delta_only_) {
     sum_delta(cell, panel);
     return;
   }
-  clear_outside(cell, panel);
+  if (!whole) clear_outside(cell, panel);
   finish_side_grads(cell, panel);
   narrow_cell(cell, panel);
 }
@@ -55,31 +62,33 @@ inline void cap_span(T* scores, T* slope, int64_t begin, int64_t end, const Scor
 }
 
 template <typename T>
-inline void add_bias_span(T* scores, const T* bias, int64_t begin, int64_t end) {
+inline void add_bias_span(T* scores, const T* bias, int64_t begin, int64_t end, T scale) {
   for (int64_t i = begin; i < end; i += kLanes<T>) {
     const Vec<T> b = load(bias + i);
-    store(scores + i, b == -kInfinity<T> ? b : load(scores + i) + b);
+    store(scores + i, b == -kInfinity<T> ? b : multiply_add(load(scores + i), broadcast(scale), b));
   }
 }
 
 // Scales, caps, masks, and puts -inf wherever a tile has computed a score that its query does not see.
 template <typename S>
 void BackwardTile<S>::finish_scores(int64_t cell, int64_t panel) {
-  partial_ = select_all_ || mask_by_key_;
+  const bool scale_here = units_.scale_first && params_.rule.softcap == 0;
   for (int64_t r = cell; r < cell + cell_rows(cell); ++r) {
     const KeyRange computed = panel_span(round_down(r, kTileRows), panel);
     if (is_empty(computed)) continue;
     T* row = score_row(cell, panel, r);
     if (params_.rule.softcap > 0) {
       cap_span(row, s_.cap_slope + (r - cell) * S::kPanel, computed.begin, computed.end, units_);
-    } else if (units_.scale_first) {
+    } else if (scale_here && !mask_by_key_) {
       scale_span(row, computed.begin, computed.end, units_);
     }
-    if (mask_by_key_) add_bias_span(row, s_.bias + (r - cell) * S::kPanel, computed.begin, computed.end);
+    if (mask_by_key_) {
+      add_bias_span(row, s_.bias + (r - cell) * S::kPanel, computed.begin, computed.end,
+                    scale_here ? units_.scale : static_cast<T>(1));
+    }
     const KeyRange seen = intersect({row_span_[r].begin - panel, row_span_[r].end - panel}, computed);
     const int64_t present = smaller(computed.end, query_count_ - panel);
     if (seen.begin <= computed.begin && seen.end >= present) continue;
-    partial_ = true;
     fill_span(row, computed.begin, is_empty(seen) ? computed.end : seen.begin, -kInfinity<T>);
     if (!is_empty(seen)) fill_span(row, seen.end, computed.end, -kInfinity<T>);
   }
@@ -182,36 +191,80 @@ void BackwardTile<S>::finish_side_grads(int64_t cell, int64_t panel) {
   }
 }
 
-#if defined(__AVX512BF16__)
-ATTN_EXT_INLINE void store_half(uint32_t* p, __m256i v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v); }
-#endif
-
-// P and dS as bfloat16: both in pairs of neighbouring queries, dS also in pairs of neighbouring keys.
+// P and dS of keys r and r + 1 and of the 2 x lanes queries from column i of the panel on, as bfloat16: both in pairs
+// of neighbouring queries, dS also in pairs of neighbouring keys. Columns past the panel land in the padding.
 template <typename S>
-void BackwardTile<S>::narrow_cell([[maybe_unused]] int64_t cell, [[maybe_unused]] int64_t panel) {
-  if constexpr (S::kNarrow) {
+ATTN_EXT_INLINE void BackwardTile<S>::narrow_columns([[maybe_unused]] int64_t panel, [[maybe_unused]] int64_t r,
+                                                     [[maybe_unused]] int64_t i,
+                                                     [[maybe_unused]] const Vec<T> (&weights)[2][2],
+                                                     [[maybe_unused]] const Vec<T> (&grads)[2][2]) {
 #if defined(__AVX512BF16__)
-    const Vec<int32_t> pairs = ((Vec<int32_t>)broadcast<int32_t>(16) << 16) + lane_index<int32_t>() * 0x10001;
-    const int64_t depth = panel / S::kPanel * depth_of<Product>(plan_.block_keys);
+  if constexpr (S::kNarrow) {
+    const Vec<int32_t> low = lane_index<int32_t>() * 0x10001 + (32 << 16);  // words 0, 32, 1, 33, ...
+    const __m512i first = (__m512i)_mm512_cvtne2ps_pbh((__m512)grads[0][1], (__m512)grads[0][0]);
+    const __m512i second = (__m512i)_mm512_cvtne2ps_pbh((__m512)grads[1][1], (__m512)grads[1][0]);
+    const int64_t left = r * s_.operand_stride + (panel + i) / 2;
+    store(s_.grads_left + left, (Vec<Operand>)first);
+    store(s_.grads_left + left + s_.operand_stride, (Vec<Operand>)second);
+    store(s_.weights_left + left, (Vec<Operand>)_mm512_cvtne2ps_pbh((__m512)weights[0][1], (__m512)weights[0][0]));
+    store(s_.weights_left + left + s_.operand_stride,
+          (Vec<Operand>)_mm512_cvtne2ps_pbh((__m512)weights[1][1], (__m512)weights[1][0]));
+    Operand* right = s_.grads_right +
+                     (panel / S::kPanel * depth_of<Product>(plan_.block_keys) + r / 2) * S::kPanel + i;
+    store(right, (Vec<Operand>)_mm512_permutex2var_epi16(first, (__m512i)low, second));
+    store(right + S::kLane,
+          (Vec<Operand>)_mm512_permutex2var_epi16(first, (__m512i)(low + 0x00100010), second));
+  }
+#endif
+}
+
+template <typename S>
+void BackwardTile<S>::narrow_cell(int64_t cell, int64_t panel) {
+  if constexpr (S::kNarrow) {
     for (int64_t r = cell; r < cell + cell_rows(cell); r += 2) {
       const bool has_next = r + 1 < cell + cell_rows(cell);
-      Operand* right = s_.grads_right + (depth + r / 2) * S::kPanel;
-      const int64_t offset = panel / 2;
-      for (int64_t i = 0; i < panel_width(panel); i += S::kLane) {
-        const Vec<float> g0 = load(grad_row(cell, panel, r) + i);
-        const Vec<float> g1 = has_next ? load(grad_row(cell, panel, r + 1) + i) : Vec<float>{};
-        const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)g1, (__m512)g0);
-        store(right + i, (Vec<Operand>)_mm512_permutexvar_epi16((__m512i)pairs, both));
-        store_half(s_.grads_left + r * s_.operand_stride + offset + i / 2, _mm512_castsi512_si256(both));
-        store_half(s_.weights_left + r * s_.operand_stride + offset + i / 2,
-                   (__m256i)_mm512_cvtneps_pbh((__m512)load(score_row(cell, panel, r) + i)));
-        if (!has_next) continue;
-        store_half(s_.grads_left + (r + 1) * s_.operand_stride + offset + i / 2, _mm512_extracti64x4_epi64(both, 1));
-        store_half(s_.weights_left + (r + 1) * s_.operand_stride + offset + i / 2,
-                   (__m256i)_mm512_cvtneps_pbh((__m512)load(score_row(cell, panel, r + 1) + i)));
+      for (int64_t i = 0; i < panel_width(panel); i += 2 * S::kLane) {
+        Vec<T> weights[2][2], grads[2][2];
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; ++v) {
+          weights[0][v] = load(score_row(cell, panel, r) + i + v * S::kLane);
+          weights[1][v] = load(score_row(cell, panel, r + 1) + i + v * S::kLane);
+          grads[0][v] = load(grad_row(cell, panel, r) + i + v * S::kLane);
+          grads[1][v] = has_next ? load(grad_row(cell, panel, r + 1) + i + v * S::kLane) : Vec<T>{};
+        }
+        narrow_columns(panel, r, i, weights, grads);
       }
     }
-#endif
+  }
+}
+
+// finish_weights() and narrow_cell() at once for cells with nothing special about them, P and dS never leaving the
+// registers as float.
+template <typename S>
+template <bool Select>
+void BackwardTile<S>::plain_narrow_cell(int64_t cell, int64_t panel) {
+  const Vec<T> factor = broadcast(units_.softmax_scale);
+  const T* lse = queries_.lse + panel;
+  const T* delta = queries_.delta + panel;
+  for (int64_t r = cell; r < cell + cell_rows(cell); r += 2) {
+    const bool has_next = r + 1 < cell + cell_rows(cell);
+    for (int64_t i = 0; i < panel_width(panel); i += 2 * S::kLane) {
+      Vec<T> weights[2][2], grads[2][2];
+#pragma GCC unroll 2
+      for (int k = 0; k < 2; ++k) {
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; ++v) {
+          const int64_t at = i + v * S::kLane;
+          const Vec<T> p = weights_of<T, S::kExpDegree, Select>(load(score_row(cell, panel, r + k) + at), factor,
+                                                                load(lse + at));
+          const Vec<T> grad = p * (load(grad_row(cell, panel, r + k) + at) - load(delta + at));
+          weights[k][v] = p;
+          grads[k][v] = Select ? (p == Vec<T>{} ? Vec<T>{} : grad) : grad;
+        }
+      }
+      if (!has_next) grads[1][0] = grads[1][1] = Vec<T>{};
+      narrow_columns(panel, r, i, weights, grads);
+    }
   }
 }
 

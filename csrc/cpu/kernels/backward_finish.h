@@ -48,14 +48,22 @@ void BackwardTasks<S>::store_query_block(const BackwardParams& params, const Bac
     const int64_t panel = round_down(q, S::kPanel);
     const int64_t width = smaller(S::kPanel, round_up(count, S::kLane) - panel);
     for (int64_t d = 0; d < dim; d += S::kLane) {
+      const T* from = sums + panel * dim + d * width + q - panel;
+      Element* to = row_pointer<Element>(params.grad_query, unit.batch, head, first + q) + d;
+      const int64_t row_stride = params.grad_query.row_stride;
       Vec<T> square[kLanes<T>];
-      for (int64_t i = 0; i < S::kLane; ++i) {
-        square[i] = d + i < dim ? load(sums + panel * dim + (d + i) * width + q - panel) * scale : Vec<T>{};
+      if (dim - d >= S::kLane && count - q >= S::kLane) {
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < S::kLane; ++i) square[i] = load(from + i * width) * scale;
+        transpose_square<T>(square);
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < S::kLane; ++i) store_element(to + i * row_stride, square[i]);
+        continue;
       }
+      for (int64_t i = 0; i < S::kLane; ++i) square[i] = d + i < dim ? load(from + i * width) * scale : Vec<T>{};
       transpose_square<T>(square);
       for (int64_t i = 0; i < smaller(S::kLane, count - q); ++i) {
-        Element* to = row_pointer<Element>(params.grad_query, unit.batch, head, first + q + i) + d;
-        dim - d >= S::kLane ? store_element(to, square[i]) : store_element_partial(to, square[i], dim - d);
+        store_element_partial(to + i * row_stride, square[i], smaller(S::kLane, dim - d));
       }
     }
   }

@@ -61,15 +61,18 @@ void BackwardTasks<S>::choose_chains(const BackwardParams& params, BackwardPlan&
   plan.mask_copies = 1;
   plan.segments = 1;
   if (units == 0) return;
+  const int64_t longest = larger(1, smaller(shape.key_len / kSegmentLength, shape.query_len / kSegmentLength));
   if (view.data != nullptr) {
-    const int64_t affordable = larger(1, kMaskCopyElements / larger(1, params.grad_mask_size));
-    plan.mask_copies = smaller(smaller(pieces(kManyTasks, groups), units / groups), affordable);
+    // Copies cost a clearing and a summing: as many as there are tasks only of a small mask, else just a few.
+    const int64_t size = larger(1, params.grad_mask_size);
+    const int64_t few = smaller(pieces(kFewTasks, groups * longest), kMaskCopyElements / size);
+    const int64_t many = smaller(pieces(kManyTasks, groups), kSmallMaskElements / size);
+    plan.mask_copies = larger(1, smaller(larger(few, many), units / groups));
   }
   plan.chains = groups * plan.mask_copies;
   plan.units_per_chain = units / groups;
   if (view.data != nullptr && view.row_stride == 0 && view.column_stride == 0) return;
-  const int64_t longest = smaller(shape.key_len / kSegmentLength, shape.query_len / kSegmentLength);
-  plan.segments = larger(1, smaller(pieces(kManyTasks, plan.chains), longest));
+  plan.segments = smaller(pieces(kManyTasks, plan.chains), longest);
   plan.segments = larger(1, smaller(plan.segments, smaller(plan.key_blocks, plan.query_blocks)));
 }
 

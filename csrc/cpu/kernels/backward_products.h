@@ -12,7 +12,7 @@ void BackwardTile<S>::add_key_side(const Operand* left, const Operand* right, in
   for (int64_t column = 0; column < out_stride; column += width) {
     const int64_t vectors = smaller(width, out_stride - column) / S::kLane;
     for (int64_t tile = 0; tile < key_count_; tile += kTileRows) {
-      const int64_t cell = round_down(tile, kCellRows);
+      const int64_t cell = round_down(tile, cell_size_);
       const TileFunction<Product> product = tile_function<Product, true>(tile_rows(tile), vectors);
       for (int64_t panel = 0; panel < padded_queries_;) {
         int64_t end = panel;
@@ -45,9 +45,9 @@ void BackwardTile<S>::add_grad_query() {
     const int64_t width = panel_width(panel);
     for (int64_t cell = 0; cell < key_count_;) {
       int64_t end = cell;
-      while (end < key_count_ && live(end, panel)) end += kCellRows;
+      while (end < key_count_ && live(end, panel)) end += cell_size_;
       const KeyRange run{cell / S::kDepth, depth_of<Product>(smaller(end, key_count_))};
-      cell = end + kCellRows;
+      cell = end + cell_size_;
       if (is_empty(run)) continue;
       TileArgs<Product> args{};
       args.depth = run.end - run.begin;
@@ -84,7 +84,7 @@ void BackwardTile<S>::add_bad_keys() {
       const T bad = to_compute(key.data[j * key.row_stride + d * key.column_stride]);
       for (int64_t i = 0; i < query_count_; ++i) {
         const int64_t panel = round_down(i, S::kPanel);
-        if (!live(round_down(j, kCellRows), panel)) continue;
+        if (!live(round_down(j, cell_size_), panel)) continue;
         const T grad = grad_at(j, i);
         if (grad != 0) queries_.grad_query[panel * dim + d * panel_width(panel) + i - panel] += grad * bad;
       }

@@ -15,7 +15,9 @@ constexpr int64_t kBackwardKeys = ATTN_EXT_BACKWARD_KEYS;  // of a tile, at most
 constexpr int64_t kBackwardQueries = ATTN_EXT_BACKWARD_QUERIES;
 constexpr int64_t kManyTasks = 128;           // enough for the threads of any machine
 constexpr int64_t kSegmentLength = 256;       // at least so many keys and queries
-constexpr int64_t kMaskCopyElements = 1 << 22;  // of all copies of the mask gradient
+constexpr int64_t kFewTasks = 16;             // enough for most
+constexpr int64_t kMaskCopyElements = 1 << 22;   // of all copies of the mask gradient, to get few tasks
+constexpr int64_t kSmallMaskElements = 1 << 18;  // the same, to get many
 
 template <typename S>
 struct BackwardTasks {

@@ -1,5 +1,5 @@
 // One block of keys against one block of queries of a head, as transposed tiles: keys are rows, queries are columns.
-// The block is worked through in cells of kCellRows keys x one panel of queries, small enough to stay in the nearest
+// The block is worked through in cells of a few tiles of keys x one panel of queries, small enough to stay in the nearest
 // cache from the scores to dS; then the whole block's P and dS go into the gradients of value, key and query.
 #pragma once
 
@@ -15,6 +15,8 @@ namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 #define ATTN_EXT_CELL_TILES 4
 #endif
 constexpr int64_t kCellRows = ATTN_EXT_CELL_TILES * kTileRows;
+// With a mask to be turned around, whole cache lines of it and whole squares of lanes.
+constexpr int64_t kMaskCellRows = 48;
 constexpr int64_t kMaxTileKeys = 512;
 constexpr int64_t kMaxTileQueries = 512;
 constexpr int64_t kMaxCells = kMaxTileKeys / kCellRows + 1;
@@ -29,9 +31,9 @@ struct TileScratch {
   Operand* weights_left;   // (keys, operand_stride): P as a left operand; wide: the scores
   Operand* grads_left;     // the same for dS; wide: the grads
   Operand* grads_right;    // (query panels, depth of keys, kPanel): dS as a right operand; not there when wide
-  T* bias;               // (cell rows, kPanel): mask or bias in units of log2
-  T* weight_grads;       // (cell rows, kPanel): dW
-  T* cap_slope;          // (cell rows, kPanel): 1 - tanh^2
+  T* bias;               // (cell keys, kPanel): mask or bias in units of log2
+  T* weight_grads;       // (cell keys, kPanel): dW
+  T* cap_slope;          // (cell keys, kPanel): 1 - tanh^2
   T* keep;               // (keys, kPanel): dropout factors of a panel
   T* grad_key;           // (keys, padded D), to be scaled
   T* grad_value;         // (keys, padded Dv)
@@ -43,7 +45,7 @@ TileScratch<S> take_tile_scratch(Arena& arena, const BackwardParams& params, int
   using T = typename S::Accum;
   using Operand = typename S::Operand;
   TileScratch<S> s{};
-  const int64_t cell = (kCellRows + S::kLane) * S::kPanel;
+  const int64_t cell = (larger(kCellRows, kMaskCellRows) + S::kLane) * S::kPanel;
   const int64_t padded = queries + S::kLane * S::kDepth;  // off the powers of two that share cache sets
   s.operand_stride = padded / S::kDepth;
   s.weights_left = take<Operand>(arena, (keys + kCellRows) * s.operand_stride);
@@ -94,7 +96,7 @@ class BackwardTile {
   KeyRange aligned(KeyRange span) const {
     return {round_down(span.begin, S::kLane), round_up(span.end, S::kLane)};
   }
-  int64_t cell_rows(int64_t cell) const { return smaller(kCellRows, key_count_ - cell); }
+  int64_t cell_rows(int64_t cell) const { return smaller(cell_size_, key_count_ - cell); }
   int64_t tile_rows(int64_t tile) const { return smaller(kTileRows, key_count_ - tile); }
   int64_t panel_width(int64_t panel) const { return smaller(S::kPanel, padded_queries_ - panel); }
   int64_t cell_offset(int64_t cell, int64_t panel, int64_t r) const {
@@ -102,8 +104,12 @@ class BackwardTile {
   }
   T* score_row(int64_t cell, int64_t panel, int64_t r) const { return s_.scores + cell_offset(cell, panel, r); }
   T* grad_row(int64_t cell, int64_t panel, int64_t r) const { return s_.grads + cell_offset(cell, panel, r); }
-  uint8_t& live(int64_t cell, int64_t panel) { return live_[cell / kCellRows][panel / S::kPanel]; }
-  bool wants_scores_grad() const { return wants_grads_; }
+  // Every key of the cell is seen by every query of the panel, as far as windows and masks of one row or column go.
+  bool is_whole(int64_t cell, int64_t panel) const {
+    const KeyRange common = cell_common_[cell / cell_size_];
+    return common.begin <= panel && common.end >= smaller(panel + S::kPanel, query_count_);
+  }
+  uint8_t& live(int64_t cell, int64_t panel) { return live_[cell / cell_size_][panel / S::kPanel]; }
   // Columns of a panel that some key of the tile is seen by, from the panel's first on.
   KeyRange panel_span(int64_t tile, int64_t panel) const {
     KeyRange span = intersect(tile_span_[tile / kTileRows], {panel, panel + panel_width(panel)});
@@ -114,9 +120,11 @@ class BackwardTile {
   bool set_block(int64_t head, int64_t first, int64_t count, const QueryPack<S>& pack);
   bool key_is_masked(int64_t key) const;
   bool cell_is_live(int64_t cell, int64_t panel) const;
+  void prefetch_masks(int64_t cell, int64_t panel) const;
   void load_bias_cell(int64_t cell, int64_t panel);
   void load_weight_grads_cell(int64_t cell, int64_t panel);
   void add_mask_grads(int64_t cell, int64_t panel);
+  void add_mask_square(const T* grads, int64_t keys, T* to, int64_t queries) const;
   void draw_dropout(int64_t panel);
 
   // backward_cell.h
@@ -131,6 +139,9 @@ class BackwardTile {
   void finish_side_grads(int64_t cell, int64_t panel);
   void clear_outside(int64_t cell, int64_t panel);
   void narrow_cell(int64_t cell, int64_t panel);
+  template <bool Select>
+  void plain_narrow_cell(int64_t cell, int64_t panel);
+  void narrow_columns(int64_t panel, int64_t r, int64_t i, const Vec<T> (&weights)[2][2], const Vec<T> (&grads)[2][2]);
   void sum_delta(int64_t cell, int64_t panel);
 
   // backward_products.h
@@ -145,6 +156,7 @@ class BackwardTile {
   const ScoreUnits<T> units_;
   const bool wants_grads_;  // of the scores: for query, key or mask
   const bool full_;         // any of what plain_row does not know
+  const int64_t cell_size_;  // keys of a cell
   T* grad_mask_ = nullptr;
   int64_t batch_ = 0, key_head_ = 0, key_first_ = 0, key_count_ = 0;
   int64_t head_ = 0, query_first_ = 0, query_count_ = 0, padded_queries_ = 0;
@@ -159,6 +171,7 @@ class BackwardTile {
   int64_t keep_first_ = 0;    // key of the first row of `keep`
   KeyRange row_span_[kMaxTileKeys];  // queries, from the block's first on, that see the key; the mask apart
   KeyRange tile_span_[kMaxTileKeys / kTileRows + 1];  // hull of the rows', in whole vectors
+  KeyRange cell_common_[kMaxCells];                   // queries that see every key of the cell
   uint8_t live_[kMaxCells][kMaxPanels];
 };
 
@@ -168,7 +181,8 @@ BackwardTile<S>::BackwardTile(const BackwardParams& params, const BackwardPlan& 
       wants_grads_(params.grad_query.data != nullptr || params.grad_key.data != nullptr ||
                    params.grad_mask.data != nullptr),
       full_(params.dropout.enabled || params.rule.softcap > 0 || params.grad_weights.data != nullptr ||
-            params.grad_key_mass.data != nullptr || params.grad_output.data == nullptr) {}
+            params.grad_key_mass.data != nullptr || params.grad_output.data == nullptr),
+      cell_size_(params.rule.mask_kind == ScalarKind::kNone ? kCellRows : kMaskCellRows) {}
 
 template <typename S>
 void BackwardTile<S>::set_keys(int64_t batch, int64_t key_head, int64_t first, int64_t count, const KeyPack<S>& pack,
@@ -187,7 +201,7 @@ void BackwardTile<S>::add_queries(int64_t head, int64_t first, int64_t count, co
   if (!set_block(head, first, count, pack)) return;
   for (int64_t panel = 0; panel < padded_queries_; panel += S::kPanel) {
     if (params_.dropout.enabled) draw_dropout(panel);
-    for (int64_t cell = 0; cell < key_count_; cell += kCellRows) {
+    for (int64_t cell = 0; cell < key_count_; cell += cell_size_) {
       if (live(cell, panel)) run_cell(cell, panel);
     }
   }
@@ -209,7 +223,7 @@ void BackwardTile<S>::add_delta(int64_t head, int64_t first, int64_t count, cons
   delta_only_ = true;
   for (int64_t panel = 0; panel < padded_queries_; panel += S::kPanel) {
     if (params_.dropout.enabled) draw_dropout(panel);
-    for (int64_t cell = 0; cell < key_count_; cell += kCellRows) {
+    for (int64_t cell = 0; cell < key_count_; cell += cell_size_) {
       if (live(cell, panel)) run_cell(cell, panel);
     }
   }

@@ -18,20 +18,22 @@ template <typename S, typename M, typename Convert>
 void load_transposed(const M* p, int64_t row_stride, int64_t column_stride, int64_t queries, int64_t keys,
                      int64_t present, typename S::Accum* out, Convert convert) {
   using T = typename S::Accum;
+  const Matrix<M> m{p, row_stride, column_stride, queries, present};
   for (int64_t k = 0; k < keys; k += S::kLane) {
     for (int64_t q = 0; q < queries; q += S::kLane) {
-      Vec<T> square[kLanes<T>];
-      for (int64_t i = 0; i < S::kLane; ++i) {
-        const M* from = p + (q + i) * row_stride + k * column_stride;
-        M gathered[kLanes<T>] = {};
-        if (q + i >= queries || column_stride != 1 || k + S::kLane > present) {
-          const int64_t count = q + i < queries ? smaller(S::kLane, present - k) : 0;
-          for (int64_t j = 0; j < count; ++j) gathered[j] = from[j * column_stride];
-          from = gathered;
-        }
-        square[i] = convert(from);
+      M block[kLanes<T> * kLanes<T>];
+      const M* from = p + q * row_stride + k * column_stride;
+      int64_t stride = row_stride;
+      if (q + S::kLane > queries || column_stride != 1 || k + S::kLane > present) {
+        gather_block(m, q, S::kLane, k, S::kLane, block);
+        from = block;
+        stride = S::kLane;
       }
+      Vec<T> square[kLanes<T>];
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < S::kLane; ++i) square[i] = convert(from + i * stride);
       transpose_square<T>(square);
+#pragma GCC unroll 16
       for (int64_t i = 0; i < S::kLane; ++i) store(out + (k + i) * S::kPanel + q, square[i]);
     }
   }
@@ -58,18 +60,21 @@ bool BackwardTile<S>::set_block(int64_t head, int64_t first, int64_t count, cons
                  (rule.mask_kind != ScalarKind::kBool || (rule.mask.row_stride != 0 && rule.mask.column_stride != 0));
   select_all_ = *pack.has_dead_rows != 0 || *keys_.has_bad_values != 0 || *keys_.has_bad_keys != 0;
   for (int64_t tile = 0; tile < key_count_; tile += kTileRows) {
+    KeyRange& common = cell_common_[tile / cell_size_];
+    if (tile % cell_size_ == 0) common = {0, count};
     KeyRange hull{count, 0};
     for (int64_t r = tile; r < tile + tile_rows(tile); ++r) {
       KeyRange span = intersect(window_queries(rule, params_.shape.query_len, key_first_ + r), {first, first + count});
       span = is_empty(span) || key_is_masked(key_first_ + r) ? KeyRange{0, 0}
                                                              : KeyRange{span.begin - first, span.end - first};
       row_span_[r] = span;
+      common = intersect(common, span);
       if (!is_empty(span)) hull = {smaller(hull.begin, span.begin), larger(hull.end, span.end)};
     }
     tile_span_[tile / kTileRows] = is_empty(hull) ? KeyRange{0, 0} : aligned(hull);
   }
   bool any = false;
-  for (int64_t cell = 0; cell < key_count_; cell += kCellRows) {
+  for (int64_t cell = 0; cell < key_count_; cell += cell_size_) {
     for (int64_t panel = 0; panel < padded_queries_; panel += S::kPanel) {
       live(cell, panel) = cell_is_live(cell, panel);
       any |= live(cell, panel) != 0;
@@ -103,11 +108,39 @@ bool BackwardTile<S>::cell_is_live(int64_t cell, int64_t panel) const {
 template <typename T, typename M>
 ATTN_EXT_INLINE Vec<T> bias_lanes(const M* mask) {
   if constexpr (std::is_same_v<M, uint8_t>) {
-    return load_flags<T>(mask) != 0 ? Vec<T>{} : broadcast(-kInfinity<T>);
+    return keep_flagged<T>(Vec<T>{}, mask);
   } else {
     const Vec<T> bias = load_bias<T>(mask);
     const Vec<T> bounded = maximum(broadcast(-FloatFormat<T>::kLargest), bias * static_cast<T>(kLog2E));
     return bias == broadcast(-kInfinity<T>) ? bias : bounded;
+  }
+}
+
+// Asks for a cell of a matrix of queries x keys ahead of its use: its lines lie a row apart, which no hardware foresees.
+ATTN_EXT_INLINE void prefetch_cell(const char* corner, int64_t row_bytes, int64_t rows, int64_t bytes) {
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(corner + i * row_bytes + b);
+  }
+}
+
+template <typename S>
+void BackwardTile<S>::prefetch_masks(int64_t cell, int64_t panel) const {
+  const int64_t rows = smaller(S::kPanel, query_count_ - panel);
+  const TensorView& mask = params_.rule.mask;
+  const ScalarKind kind = params_.rule.mask_kind;
+  const int64_t size = kind == ScalarKind::kBool ? 1 : kind == ScalarKind::kFloat32 ? 4 : sizeof(Element);
+  if (mask.row_stride != 0 && mask.column_stride == 1) {
+    const char* corner = static_cast<const char*>(mask.data) +
+                         (batch_offset(mask, batch_) + head_ * mask.head_stride +
+                          (query_first_ + panel) * mask.row_stride + key_first_ + cell) * size;
+    prefetch_cell(corner, mask.row_stride * size, rows, cell_rows(cell) * size);
+  }
+  const TensorView& grad = params_.grad_mask;
+  if (grad_mask_ != nullptr && grad.row_stride != 0 && grad.column_stride == 1) {
+    constexpr int64_t kSize = sizeof(T);
+    const T* corner = grad_mask_ + batch_offset(grad, batch_) + head_ * grad.head_stride +
+                      (query_first_ + panel) * grad.row_stride + key_first_ + cell;
+    prefetch_cell(reinterpret_cast<const char*>(corner), grad.row_stride * kSize, rows, cell_rows(cell) * kSize);
   }
 }
 
@@ -162,15 +195,31 @@ void BackwardTile<S>::add_mask_grads(int64_t cell, int64_t panel) {
       continue;
     }
     for (int64_t k = 0; k < keys; k += S::kLane) {
-      Vec<T> square[kLanes<T>];
-      for (int64_t i = 0; i < S::kLane; ++i) {
-        square[i] = k + i < keys ? load(grad_row(cell, panel, cell + k + i) + q) : Vec<T>{};
-      }
-      transpose_square<T>(square);
-      const int64_t count = smaller(S::kLane, keys - k);
-      T* corner = to + q * view.row_stride + k * view.column_stride;
-      for (int64_t i = 0; i < present; ++i) add_row(corner + i * view.row_stride, view.column_stride, square[i], count);
+      add_mask_square(grad_row(cell, panel, cell + k) + q, smaller(S::kLane, keys - k),
+                      to + q * view.row_stride + k * view.column_stride, present);
     }
+  }
+}
+
+// A square of lanes of dS (keys, queries), turned around and added.
+template <typename S>
+void BackwardTile<S>::add_mask_square(const T* grads, int64_t keys, T* to, int64_t queries) const {
+  const TensorView& view = params_.grad_mask;
+  Vec<T> square[kLanes<T>];
+  if (keys == S::kLane) {
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < S::kLane; ++i) square[i] = load(grads + i * s_.score_stride);
+  } else {
+    for (int64_t i = 0; i < S::kLane; ++i) square[i] = i < keys ? load(grads + i * s_.score_stride) : Vec<T>{};
+  }
+  transpose_square<T>(square);
+  if (keys == S::kLane && queries == S::kLane && view.column_stride == 1) {
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < S::kLane; ++i) {
+      store(to + i * view.row_stride, load(to + i * view.row_stride) + square[i]);
+    }
+  } else {
+    for (int64_t i = 0; i < queries; ++i) add_row(to + i * view.row_stride, view.column_stride, square[i], keys);
   }
 }
 
