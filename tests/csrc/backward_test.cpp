@@ -17,6 +17,7 @@ struct Case {
   ScalarKind mask_kind = ScalarKind::kBool;
   double mask_density = 0.7;  // visible share
   bool mask_grad = false;
+  double far_bias = 0;  // of every third row, in the place of what the mask has
   bool sinks = false;
   double dropout = 0;
   bool grad_output = true, grad_lse = false, grad_weights = false, grad_key_mass = false;
@@ -138,6 +139,9 @@ Tensor make_mask(const Case& c, std::mt19937& generator) {
     if (c.mask_kind == ScalarKind::kBool) return see ? 1.0 : 0.0;
     return see ? normal(generator) : -INFINITY;
   });
+  for (int64_t i = 0; c.far_bias != 0 && i < mask.sizes[2]; i += 3) {
+    for (int64_t j = 0; j < mask.sizes[3]; ++j) mask.set(0, 0, i, j, c.far_bias);
+  }
   for (int64_t j = c.key_len - c.masked_keys; has('c') && j < c.key_len; ++j) {
     for (int64_t b = 0; b < mask.sizes[0]; ++b)
       for (int64_t h = 0; h < mask.sizes[1]; ++h)
@@ -452,6 +456,17 @@ void add_masks(const Add& add) {
       c.mask_kind = ScalarKind::kFloat32;
       c.mask_grad = true;
     });
+  }
+  for (const double far : {-1e9, -1e4, -3.4028234663852886e38}) {
+    for (const int64_t keys : {95, 700}) {
+      add("far rows", [=](Case& c) {
+        sized(c, keys, keys, 16, 16);
+        c.mask = "rc";
+        c.mask_kind = ScalarKind::kFloat32;
+        c.far_bias = far;
+        c.rule.window_right = 0;
+      });
+    }
   }
   add("sparse mask", [](Case& c) {
     sized(c, 300, 290, 8, 8);

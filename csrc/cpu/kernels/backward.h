@@ -25,7 +25,7 @@ struct BackwardPlan {
   bool heads_share_mask;
   bool exact_delta;                    // delta from the tiles rather than from the output
   int64_t rounds;
-  int64_t prepare_tasks, delta_tasks, run_tasks, finish_tasks, sum_tasks;
+  int64_t prepare_tasks, row_tasks, run_tasks, finish_tasks, sum_tasks;
   int64_t shared_bytes, thread_bytes;
 };
 

@@ -6,7 +6,8 @@ namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 template <typename S>
 void BackwardTile<S>::run_cell(int64_t cell, int64_t panel) {
   const AttentionShape& shape = params_.shape;
-  const bool with_grads = wants_grads_ || delta_only_;
+  const bool rows_only = pass_ == TilePass::kRowMax || pass_ == TilePass::kRowSum;
+  const bool with_grads = pass_ == TilePass::kDelta || (pass_ == TilePass::kGradients && wants_grads_);
   if (mask_by_key_) prefetch_masks(cell, panel);
   multiply_cell(cell, panel, keys_.key_rows, row_stride_of<S>(shape.head_dim), queries_.query_columns, shape.head_dim,
                 s_.scores);
@@ -18,16 +19,14 @@ void BackwardTile<S>::run_cell(int64_t cell, int64_t panel) {
   if (with_grads && params_.grad_weights.data != nullptr) load_weight_grads_cell(cell, panel);
   const bool whole = is_whole(cell, panel);
   partial_ = select_all_ || mask_by_key_ || !whole;
+  special_ = full_ || pass_ != TilePass::kGradients || *queries_.has_far_rows != 0;
   if (!whole || mask_by_key_ || units_.scale_first) finish_scores(cell, panel);
-  if (S::kNarrow && whole && !full_ && !delta_only_ && grad_mask_ == nullptr) {
-    partial_ ? plain_narrow_cell<true>(cell, panel) : plain_narrow_cell<false>(cell, panel);
-    return;
+  if (rows_only) return sum_rows(cell, panel);
+  if (S::kNarrow && whole && !special_ && grad_mask_ == nullptr) {
+    return partial_ ? plain_narrow_cell<true>(cell, panel) : plain_narrow_cell<false>(cell, panel);
   }
   finish_weights(cell, panel);
-  if (delta_only_) {
-    sum_delta(cell, panel);
-    return;
-  }
+  if (pass_ == TilePass::kDelta) return sum_delta(cell, panel);
   if (!whole) clear_outside(cell, panel);
   finish_side_grads(cell, panel);
   narrow_cell(cell, panel);
@@ -123,7 +122,8 @@ void BackwardTile<S>::full_row(int64_t cell, int64_t panel, int64_t r, KeyRange 
   T* scores = score_row(cell, panel, r);
   T* grads = grad_row(cell, panel, r);
   const int64_t key = key_first_ + r;
-  const bool has_grad = params_.grad_output.data != nullptr && (wants_grads_ || delta_only_);
+  const bool to_delta = pass_ == TilePass::kDelta;
+  const bool has_grad = params_.grad_output.data != nullptr && (wants_grads_ || to_delta);
   const T* weight_grads = params_.grad_weights.data != nullptr ? s_.weight_grads + (r - cell) * S::kPanel : nullptr;
   const T* keep = params_.dropout.enabled ? s_.keep + (key - keep_first_) * S::kPanel : nullptr;
   const T mass_grad = params_.grad_key_mass.data != nullptr
@@ -132,14 +132,15 @@ void BackwardTile<S>::full_row(int64_t cell, int64_t panel, int64_t r, KeyRange 
                           : 0;
   const T* delta = queries_.delta + panel;
   for (int64_t i = span.begin; i < span.end; i += S::kLane) {
-    const Vec<T> p = weights_of<T, S::kExpDegree, true>(load(scores + i), broadcast(units_.softmax_scale),
-                                                        load(queries_.lse + panel + i));
+    Vec<T> p = weights_of<T, S::kExpDegree, true>(load(scores + i), broadcast(units_.softmax_scale),
+                                                  load(queries_.lse + panel + i));
+    p *= load(queries_.row_scale + panel + i);
     Vec<T> grad = broadcast(mass_grad);
     if (has_grad) grad += load(grads + i);
     if (weight_grads != nullptr) grad += load(weight_grads + i);
     const Vec<T> factor = keep != nullptr ? load(keep + i) : broadcast(static_cast<T>(1));
     grad *= factor;
-    if (!delta_only_) grad -= load(delta + i);
+    if (!to_delta) grad -= load(delta + i);
     store(scores + i, p * factor);
     store(grads + i, p == Vec<T>{} ? p : p * grad);
   }
@@ -150,7 +151,7 @@ void BackwardTile<S>::finish_weights(int64_t cell, int64_t panel) {
   for (int64_t r = cell; r < cell + cell_rows(cell); ++r) {
     const KeyRange span = panel_span(round_down(r, kTileRows), panel);
     if (is_empty(span)) continue;
-    if (full_ || delta_only_) {
+    if (special_) {
       full_row(cell, panel, r, span);
     } else if (partial_) {
       plain_row<true>(score_row(cell, panel, r), grad_row(cell, panel, r), span, panel);
@@ -275,6 +276,26 @@ void BackwardTile<S>::sum_delta(int64_t cell, int64_t panel) {
     const KeyRange span = panel_span(round_down(r, kTileRows), panel);
     const T* grads = grad_row(cell, panel, r);
     for (int64_t i = span.begin; i < span.end; i += S::kLane) store(delta + i, load(delta + i) + load(grads + i));
+  }
+}
+
+// Row maximum, or row sum of 2^(s - row maximum).
+template <typename S>
+void BackwardTile<S>::sum_rows(int64_t cell, int64_t panel) {
+  T* top = queries_.row_max + panel;
+  T* sum = queries_.row_sum + panel;
+  const Vec<T> factor = broadcast(units_.softmax_scale);
+  for (int64_t r = cell; r < cell + cell_rows(cell); ++r) {
+    const KeyRange span = panel_span(round_down(r, kTileRows), panel);
+    const T* scores = score_row(cell, panel, r);
+    for (int64_t i = span.begin; i < span.end; i += S::kLane) {
+      const Vec<T> s = load(scores + i);
+      if (pass_ == TilePass::kRowMax) {
+        store(top + i, maximum(load(top + i), s * factor));
+      } else {
+        store(sum + i, load(sum + i) + weights_of<T, S::kExpDegree, true>(s, factor, load(top + i)));
+      }
+    }
   }
 }
 

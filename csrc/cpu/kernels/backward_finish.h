@@ -69,6 +69,19 @@ void BackwardTasks<S>::store_query_block(const BackwardParams& params, const Bac
   }
 }
 
+// The sink of a head; -inf, which changes nothing, where there is none.
+template <typename S>
+typename S::Accum BackwardTasks<S>::sink_of(const BackwardParams& params, int64_t batch, int64_t head) {
+  T sink = -kInfinity<T>;
+  if (params.rule.sinks_kind == ScalarKind::kNone) return sink;
+  with_mask_type<Element>(params.rule.sinks_kind, [&](auto tag) {
+    using M = typename decltype(tag)::Type;
+    const M value = *row_pointer<const M>(params.rule.sinks, batch, head, 0);
+    if constexpr (!std::is_same_v<M, uint8_t>) sink = static_cast<T>(to_compute(value));
+  });
+  return sink;
+}
+
 // dsink = sum over the rows of exp(sink - lse) (dLse - delta)
 template <typename S>
 void BackwardTasks<S>::store_sink(const BackwardParams& params, const BackwardPlan& plan, const UnitMemory& memory,
@@ -76,12 +89,7 @@ void BackwardTasks<S>::store_sink(const BackwardParams& params, const BackwardPl
   if (params.grad_sinks == nullptr) return;
   const AttentionShape& shape = params.shape;
   const int64_t head = unit.key_head * group_size(shape) + group_head;
-  T sink = 0;
-  with_mask_type<Element>(params.rule.sinks_kind, [&](auto tag) {
-    using M = typename decltype(tag)::Type;
-    const M value = *row_pointer<const M>(params.rule.sinks, unit.batch, head, 0);
-    if constexpr (!std::is_same_v<M, uint8_t>) sink = static_cast<T>(to_compute(value));
-  });
+  const T sink = sink_of(params, unit.batch, head);
   const int64_t row = (unit.batch * shape.query_heads + head) * shape.query_len;
   const T* lse = static_cast<const T*>(params.lse) + row;
   T sum = 0;

@@ -24,8 +24,11 @@ struct QueryPack {
   typename S::Operand* grad_rows;      // (Dv panels, depth of queries, width)
   T* lse;         // in units of log2; +inf where a row sees no key, so that its weights come out as 0
   T* delta;       // rowsum(P dP) - dLse
+  T* row_scale;   // 1, but for far rows
+  T *row_max, *row_sum;  // of far rows, in the making
   T* grad_query;  // (query panels, D, panel width), to be scaled
   int64_t* has_dead_rows;
+  int64_t* has_far_rows;
 };
 
 template <typename S>
@@ -60,6 +63,10 @@ QueryPack<S> take_query_pack(Arena& arena, const AttentionShape& shape, int64_t 
   pack.grad_rows = take<Operand>(arena, row_panels_size<S>(queries, shape.value_dim));
   pack.lse = take<T>(arena, queries);
   pack.delta = take<T>(arena, queries);
+  pack.row_scale = take<T>(arena, queries);
+  pack.row_max = take<T>(arena, queries);
+  pack.row_sum = take<T>(arena, queries);
+  pack.has_far_rows = take<int64_t>(arena, 1);
   pack.grad_query = take<T>(arena, queries * shape.head_dim);
   pack.has_dead_rows = take<int64_t>(arena, 1);
   return pack;
@@ -124,6 +131,19 @@ ATTN_EXT_INLINE bool row_is_masked(const ScoreRule& rule, int64_t batch, int64_t
          *row_pointer<const uint8_t>(rule.mask, batch, head, row) == 0;
 }
 
+// A row whose scores are so far from 0 that lse, rounded as they are, says little about their sum, as happens where a
+// bias of -1e9 or the lowest finite value hides all keys. Its weights are made as 2^(s - row max) / row sum again.
+constexpr double kFarScore = 4096;  // in units of log2
+
+template <typename T>
+ATTN_EXT_INLINE bool is_far(T lse) {
+  return lse != kInfinity<T> && (lse > static_cast<T>(kFarScore) || lse < static_cast<T>(-kFarScore));
+}
+
+ATTN_EXT_INLINE bool has_bias(const ScoreRule& rule) {
+  return rule.mask_kind != ScalarKind::kNone && rule.mask_kind != ScalarKind::kBool;
+}
+
 // lse, and delta = rowsum(dO O) - dLse unless the tiles are to make it.
 template <typename S>
 void set_row_terms(const BackwardParams& params, const QueryPack<S>& pack, int64_t batch, int64_t head, int64_t first,
@@ -136,6 +156,7 @@ void set_row_terms(const BackwardParams& params, const QueryPack<S>& pack, int64
   const Matrix<Element> output = rows_of<Element>(params.output, batch, head, first, count, shape.value_dim);
   const T* lse = static_cast<const T*>(params.lse) + (batch * shape.query_heads + head) * shape.query_len + first;
   *pack.has_dead_rows = count < queries;
+  *pack.has_far_rows = 0;
   for (int64_t r = 0; r < queries; ++r) {
     const bool live = r < count && lse[r] != -kInfinity<T> && !row_is_masked(params.rule, batch, head, first + r);
     pack.lse[r] = live ? static_cast<T>(lse[r] * static_cast<T>(kLog2E)) : kInfinity<T>;
@@ -144,6 +165,10 @@ void set_row_terms(const BackwardParams& params, const QueryPack<S>& pack, int64
       pack.delta[r] -= *row_pointer<const T>(params.grad_lse, batch, head, first + r);
     }
     if (!live) *pack.has_dead_rows = 1;
+    if (has_bias(params.rule) && is_far(pack.lse[r])) *pack.has_far_rows = 1;
+    pack.row_scale[r] = 1;
+    pack.row_max[r] = -kInfinity<T>;
+    pack.row_sum[r] = 0;
   }
 }
 

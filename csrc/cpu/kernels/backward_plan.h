@@ -15,7 +15,7 @@ void BackwardTasks<S>::plan(const BackwardParams& params, int, BackwardPlan& pla
   const int64_t query_tasks = cut ? shape.batch * shape.query_heads * plan.query_blocks : 0;
   const int64_t key_tasks = cut ? shape.batch * shape.key_heads * plan.key_blocks : 0;
   plan.prepare_tasks = query_tasks + key_tasks + 1;
-  plan.delta_tasks = plan.exact_delta ? query_tasks : 0;
+  plan.row_tasks = plan.exact_delta || has_bias(params.rule) ? query_tasks : 0;
   plan.run_tasks = plan.chains * plan.segments;
   plan.finish_tasks = query_tasks;
   plan.sum_tasks = plan.mask_copies > 1 ? smaller(kManyTasks, params.grad_mask_size) : 0;
@@ -25,7 +25,7 @@ void BackwardTasks<S>::plan(const BackwardParams& params, int, BackwardPlan& pla
 template <typename S>
 int64_t BackwardTasks<S>::tasks(const BackwardPlan& plan, int64_t round) {
   if (round == 0) return plan.prepare_tasks;
-  if (round == 1) return plan.delta_tasks;
+  if (round == 1) return plan.row_tasks;
   if (round == plan.rounds - 2) return plan.finish_tasks;
   if (round == plan.rounds - 1) return plan.sum_tasks;
   return plan.run_tasks;

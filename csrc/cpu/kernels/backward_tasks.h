@@ -71,8 +71,13 @@ struct BackwardTasks {
   static void pack_keys(const BackwardParams& params, const BackwardPlan& plan, const UnitMemory& memory, Unit unit,
                         int64_t block);
   static void prepare(const BackwardParams& params, const BackwardPlan& plan, int64_t task, void* shared);
-  static void make_delta(const BackwardParams& params, const BackwardPlan& plan, int64_t task, void* shared,
+  static void prepare_rows(const BackwardParams& params, const BackwardPlan& plan, int64_t task, void* shared,
                          void* scratch);
+  static void make_rows(const BackwardParams& params, const BackwardPlan& plan, BackwardTile<S>& tile,
+                        const UnitMemory& memory, Unit unit, KeyRange packs);
+  static void finish_far_rows(const BackwardParams& params, const BackwardPlan& plan, int64_t batch, int64_t head,
+                              const QueryPack<S>& pack);
+  static T sink_of(const BackwardParams& params, int64_t batch, int64_t head);
   static void run_chain(const BackwardParams& params, const BackwardPlan& plan, int64_t chain, void* shared,
                         void* scratch);
   static void run_phase(const BackwardParams& params, const BackwardPlan& plan, int64_t phase, int64_t task,
@@ -161,16 +166,7 @@ void BackwardTasks<S>::run_chain(const BackwardParams& params, const BackwardPla
     for (int64_t i = 0; i < group * plan.query_blocks; ++i) {
       pack_queries(params, plan, memory, unit, i / plan.query_blocks, i % plan.query_blocks);
     }
-    for (int64_t block = 0; plan.exact_delta && block < plan.key_blocks; ++block) {
-      pack_keys(params, plan, memory, unit, block);
-      set_keys(params, plan, tile, memory, unit, block);
-      for (int64_t i = 0; i < group * plan.query_blocks; ++i) {
-        const int64_t head = i / plan.query_blocks, query_block = i % plan.query_blocks;
-        tile.add_delta(unit.key_head * group + head, query_block * plan.block_queries,
-                       block_count(params.shape.query_len, plan.block_queries, query_block),
-                       query_pack(params, plan, memory, head, query_block));
-      }
-    }
+    make_rows(params, plan, tile, memory, unit, {0, group * plan.query_blocks});
     for (int64_t block = 0; block < plan.key_blocks; ++block) {
       pack_keys(params, plan, memory, unit, block);
       clear_key_block(memory, block);
@@ -231,9 +227,9 @@ void BackwardTasks<S>::prepare(const BackwardParams& params, const BackwardPlan&
   }
 }
 
-// delta of one query block of one head, over all keys.
+// What make_rows makes for one query block of one head.
 template <typename S>
-void BackwardTasks<S>::make_delta(const BackwardParams& params, const BackwardPlan& plan, int64_t task, void* shared,
+void BackwardTasks<S>::prepare_rows(const BackwardParams& params, const BackwardPlan& plan, int64_t task, void* shared,
                                   void* scratch) {
   const AttentionShape& shape = params.shape;
   const int64_t group = group_size(shape);
@@ -243,11 +239,54 @@ void BackwardTasks<S>::make_delta(const BackwardParams& params, const BackwardPl
   const TileScratch<S> tile_scratch = take_tile_scratch<S>(arena, params, plan.block_keys, plan.block_queries);
   const UnitMemory memory = shared_memory(params, plan, unit, shared);
   BackwardTile<S> tile(params, plan, tile_scratch);
-  for (int64_t block = 0; block < plan.key_blocks; ++block) {
-    set_keys(params, plan, tile, memory, unit, block);
-    tile.add_delta(head, query_block * plan.block_queries,
-                   block_count(shape.query_len, plan.block_queries, query_block),
-                   query_pack(params, plan, memory, head % group, query_block));
+  const int64_t index = head % group * plan.query_blocks + query_block;
+  make_rows(params, plan, tile, memory, unit, {index, index + 1});
+}
+
+// What has to be known of whole rows before the gradients can begin, and neither lse nor the output tells: the maxima
+// and sums of far rows, and delta where the weights or the key mass have gradients.
+template <typename S>
+void BackwardTasks<S>::make_rows(const BackwardParams& params, const BackwardPlan& plan, BackwardTile<S>& tile,
+                                 const UnitMemory& memory, Unit unit, KeyRange packs) {
+  const AttentionShape& shape = params.shape;
+  const auto pack_of = [&](int64_t i) {
+    return query_pack(params, plan, memory, i / plan.query_blocks, i % plan.query_blocks);
+  };
+  bool far = false;
+  for (int64_t i = packs.begin; i < packs.end; ++i) far |= *pack_of(i).has_far_rows != 0;
+  constexpr TilePass kPasses[] = {TilePass::kRowMax, TilePass::kRowSum, TilePass::kDelta};
+  for (const TilePass pass : kPasses) {
+    if (pass == TilePass::kDelta ? !plan.exact_delta : !far) continue;
+    for (int64_t block = 0; block < plan.key_blocks; ++block) {
+      if (memory.one_key_block) pack_keys(params, plan, memory, unit, block);
+      set_keys(params, plan, tile, memory, unit, block);
+      for (int64_t i = packs.begin; i < packs.end; ++i) {
+        const QueryPack<S> pack = pack_of(i);
+        if (pass != TilePass::kDelta && *pack.has_far_rows == 0) continue;
+        const int64_t query_block = i % plan.query_blocks;
+        tile.add_to_rows(pass, unit.key_head * group_size(shape) + i / plan.query_blocks,
+                         query_block * plan.block_queries,
+                         block_count(shape.query_len, plan.block_queries, query_block), pack);
+      }
+    }
+    for (int64_t i = packs.begin; pass == TilePass::kRowSum && i < packs.end; ++i) {
+      const int64_t head = unit.key_head * group_size(shape) + i / plan.query_blocks;
+      finish_far_rows(params, plan, unit.batch, head, pack_of(i));
+    }
+  }
+}
+
+// A sink takes part in the sum, but is never far from what sets the maximum: where it could, the row is not far.
+template <typename S>
+void BackwardTasks<S>::finish_far_rows(const BackwardParams& params, const BackwardPlan& plan, int64_t batch,
+                                       int64_t head, const QueryPack<S>& pack) {
+  if (*pack.has_far_rows == 0) return;
+  const T sink = sink_of(params, batch, head) * static_cast<T>(kLog2E);
+  for (int64_t r = 0; r < plan.block_queries; ++r) {
+    if (!is_far(pack.lse[r]) || pack.row_max[r] == -kInfinity<T>) continue;
+    const T share = sink == -kInfinity<T> ? 0 : exp2<T>(broadcast(sink - pack.row_max[r]))[0];
+    pack.lse[r] = pack.row_max[r];
+    pack.row_scale[r] = 1 / (pack.row_sum[r] + share);
   }
 }
 
@@ -257,7 +296,7 @@ void BackwardTasks<S>::run(const BackwardParams& params, const BackwardPlan& pla
   if (round == 0) {
     prepare(params, plan, task, shared);
   } else if (round == 1) {
-    make_delta(params, plan, task, shared, scratch);
+    prepare_rows(params, plan, task, shared, scratch);
   } else if (round == plan.rounds - 2) {
     finish(params, plan, task, shared);
   } else if (round == plan.rounds - 1) {

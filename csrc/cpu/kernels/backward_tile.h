@@ -69,6 +69,9 @@ TileScratch<S> take_tile_scratch(Arena& arena, const BackwardParams& params, int
   return s;
 }
 
+// What a visit to a block of queries is for: a row's maximum, its sum, delta, or, these known, the gradients.
+enum class TilePass : int8_t { kRowMax, kRowSum, kDelta, kGradients };
+
 template <typename S>
 class BackwardTile {
  public:
@@ -89,8 +92,8 @@ class BackwardTile {
   // Adds to the gradients what queries [first, first + count) of query head `head` give.
   void add_queries(int64_t head, int64_t first, int64_t count, const QueryPack<S>& pack);
 
-  // delta += rowsum(P dP) over these keys, for all the queries.
-  void add_delta(int64_t head, int64_t first, int64_t count, const QueryPack<S>& pack);
+  // Takes these keys into the rows' maxima or sums, or adds to delta what they give of rowsum(P dP).
+  void add_to_rows(TilePass pass, int64_t head, int64_t first, int64_t count, const QueryPack<S>& pack);
 
  private:
   KeyRange aligned(KeyRange span) const {
@@ -143,6 +146,7 @@ class BackwardTile {
   void plain_narrow_cell(int64_t cell, int64_t panel);
   void narrow_columns(int64_t panel, int64_t r, int64_t i, const Vec<T> (&weights)[2][2], const Vec<T> (&grads)[2][2]);
   void sum_delta(int64_t cell, int64_t panel);
+  void sum_rows(int64_t cell, int64_t panel);
 
   // backward_products.h
   void add_key_side(const Operand* left, const Operand* right, int64_t dim, T* out);
@@ -166,7 +170,8 @@ class BackwardTile {
   T* grad_value_ = nullptr;
   bool mask_by_key_ = false;  // a mask that has to be looked at element by element
   bool select_all_ = false;   // some dP may not be finite where P is 0
-  bool delta_only_ = false;
+  TilePass pass_ = TilePass::kGradients;
+  bool special_ = false;      // full_, or rows that are far
   bool partial_ = false;      // of the cell being worked on: something in it is not visible
   int64_t keep_first_ = 0;    // key of the first row of `keep`
   KeyRange row_span_[kMaxTileKeys];  // queries, from the block's first on, that see the key; the mask apart
@@ -218,16 +223,17 @@ void BackwardTile<S>::add_queries(int64_t head, int64_t first, int64_t count, co
 }
 
 template <typename S>
-void BackwardTile<S>::add_delta(int64_t head, int64_t first, int64_t count, const QueryPack<S>& pack) {
+void BackwardTile<S>::add_to_rows(TilePass pass, int64_t head, int64_t first, int64_t count,
+                                  const QueryPack<S>& pack) {
   if (!set_block(head, first, count, pack)) return;
-  delta_only_ = true;
+  pass_ = pass;
   for (int64_t panel = 0; panel < padded_queries_; panel += S::kPanel) {
-    if (params_.dropout.enabled) draw_dropout(panel);
+    if (params_.dropout.enabled && pass == TilePass::kDelta) draw_dropout(panel);
     for (int64_t cell = 0; cell < key_count_; cell += cell_size_) {
       if (live(cell, panel)) run_cell(cell, panel);
     }
   }
-  delta_only_ = false;
+  pass_ = TilePass::kGradients;
 }
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY
