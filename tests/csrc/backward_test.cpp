@@ -17,7 +17,7 @@ struct Case {
   ScalarKind mask_kind = ScalarKind::kBool;
   double mask_density = 0.7;  // visible share
   bool mask_grad = false;
-  double far_bias = 0;  // of every third row, in the place of what the mask has
+  double far_bias = 0;  // of every third row, in the place of what the mask has; its query is 0
   bool sinks = false;
   double dropout = 0;
   bool grad_output = true, grad_lse = false, grad_weights = false, grad_key_mass = false;
@@ -86,7 +86,7 @@ Row plain_row(const Case& c, const Problem& in, int64_t b, int64_t h, int64_t i)
   double sum = c.sinks ? std::exp(in.sinks.at(b, h, 0, 0) - top) : 0;
   for (double s : row.weight) sum += s == -INFINITY ? 0 : std::exp(s - top);
   if (sum > 0 || std::isnan(sum)) row.lse = top + std::log(sum);
-  for (double& w : row.weight) w = w == -INFINITY ? 0 : std::exp(w - row.lse);
+  for (double& w : row.weight) w = w == -INFINITY ? 0 : std::exp(w - top) / sum;
   return row;
 }
 
@@ -166,6 +166,10 @@ void make_inputs(const Case& c, uint32_t seed, Problem& in) {
   in.key = Tensor(c.dtype, c.batch, c.key_heads, c.key_len, c.head_dim, c.layout);
   in.value = Tensor(c.dtype, c.batch, c.key_heads, c.key_len, c.value_dim, c.layout);
   for (Tensor* t : {&in.query, &in.key, &in.value}) t->fill([&] { return normal(generator); });
+  for (int64_t i = 0; c.far_bias != 0 && i < c.query_len; i += 3) {
+    for (int64_t h = 0; h < c.query_heads; ++h)
+      for (int64_t d = 0; d < c.head_dim; ++d) in.query.set(0, h, i, d, 0);
+  }
   const double bad[] = {NAN, INFINITY, -INFINITY};
   for (int64_t j = c.key_len - c.masked_keys; j < c.key_len; ++j) {
     for (int64_t h = 0; h < c.key_heads; ++h) {
