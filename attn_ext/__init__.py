@@ -1,0 +1,27 @@
+"""Masked scaled dot-product attention for PyTorch, as a C++ operator with every derivative."""
+
+from . import _library as _library
+from . import _vmap, reference
+from ._build_info import version as __version__
+from ._explain import Explanation, available_cpu_capabilities, cpu_capability, explain
+from .functional import sdpa, sdpa_with_key_mass, sdpa_with_lse, sdpa_with_weights
+from .modules import CrossAttention, MultiHeadAttention, ScaledDotProductAttention, SelfAttention
+
+_vmap.register()
+
+__all__ = [
+    "CrossAttention",
+    "Explanation",
+    "MultiHeadAttention",
+    "ScaledDotProductAttention",
+    "SelfAttention",
+    "__version__",
+    "available_cpu_capabilities",
+    "cpu_capability",
+    "explain",
+    "reference",
+    "sdpa",
+    "sdpa_with_key_mass",
+    "sdpa_with_lse",
+    "sdpa_with_weights",
+]

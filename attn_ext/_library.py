@@ -1,0 +1,19 @@
+"""Loads the C++ library, which registers ``torch.ops.attn_ext``."""
+
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from ._version_check import check_build
+
+check_build()
+
+#: The library itself, without Python in it: what a C++ program links.
+LIBRARY_PATH = Path(__file__).parent / "lib" / "libattn_ext.so"
+
+torch.ops.load_library(LIBRARY_PATH)
+
+_C = import_module("attn_ext._C")
+
+_C.cpu_capability()  # an instruction set that cannot be had is refused now, not in the first call

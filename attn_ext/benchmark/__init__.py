@@ -1,0 +1,6 @@
+"""What ``attn-ext bench`` measures, and how.
+
+``cells`` says what is computed and how much work that is, ``peers`` who computes it, ``checks`` whether they
+compute the same, ``timing`` how long they take, ``machine`` what is possible at best, and ``report`` and
+``chart`` show it.
+"""

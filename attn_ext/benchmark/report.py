@@ -1,0 +1,195 @@
+"""Results as a table for a terminal, a table for a document, and as numbers for a program."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .cells import MODES, Problem
+from .machine import Machine
+from .peers import BASELINE, CONTENDERS, OURS, explain
+
+__all__ = ["Result", "as_json", "as_markdown", "as_table", "describe", "make_result"]
+
+NOTHING = "-"
+MODE_NAMES = {
+    "fwd": "forward",
+    "bwd": "backward alone",
+    "fwdbwd": "forward and backward",
+    "weights": "forward, weights returned",
+    "dropout": "forward, dropout 0.1",
+}
+
+
+Show = Callable[["Result", str], str]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One cell, timed."""
+
+    cell: str
+    shape: tuple[int, ...]
+    mask: str
+    dtype: str
+    mode: str
+    path: str
+    flops: float
+    kv_bytes: int
+    seconds: dict[str, float]
+    errors: dict[str, float]
+    memory_bound: bool
+    fraction: float
+    """Of the limit: of the multiply-add peak, or of the read rate where reading takes longer."""
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the silicon bounds the call, and not what it takes to make one."""
+        return self.fraction * self.seconds[OURS] > 10e-6
+
+    @property
+    def best_peer(self) -> str | None:
+        peers = [name for name in self.seconds if name not in (OURS, BASELINE)]
+        return min(peers, key=self.seconds.__getitem__, default=None)
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times as fast as the best peer."""
+        return None if self.best_peer is None else self.seconds[self.best_peer] / self.seconds[OURS]
+
+    @property
+    def kept(self) -> float | None:
+        """The share of its speed that ours keeps with dropout or mask."""
+        return self.seconds[BASELINE] / self.seconds[OURS] if BASELINE in self.seconds else None
+
+
+def make_result(
+    problem: Problem, seconds: dict[str, float], errors: dict[str, float], machine: Machine
+) -> Result:
+    cell, dtype = problem.cell, problem.dtype
+    flops = cell.flops() * MODES[problem.mode]
+    reads = 0 if problem.with_grad else cell.kv_bytes(dtype)
+    explanation = explain(problem)
+    return Result(
+        cell.name,
+        tuple(cell.shape),
+        cell.mask,
+        str(dtype).removeprefix("torch."),
+        problem.mode,
+        f"{explanation.path} ({explanation.capability})",
+        flops,
+        reads,
+        seconds,
+        errors,
+        machine.memory_bound(flops, reads, dtype),
+        machine.shortest(flops, reads, dtype) / seconds[OURS],
+    )
+
+
+def describe(machine: Machine) -> str:
+    """The machine in a line."""
+    return (
+        f"{machine.threads} threads, {machine.capability}; measured in this run: "
+        f"float32 {machine.float32_peak / 1e9:.0f} GF/s, bfloat16 {machine.bfloat16_peak / 1e9:.0f} GF/s, "
+        f"memory read {machine.read_rate / 1e9:.0f} GB/s"
+    )
+
+
+def as_json(results: Sequence[Result], machine: Machine, **more: Any) -> dict[str, Any]:
+    """Everything, in seconds, flops and bytes."""
+    cells = [{**asdict(r), "best_peer": r.best_peer, "ratio": r.ratio, "share_kept": r.kept} for r in results]
+    return {**more, "machine": asdict(machine), "results": cells}
+
+
+def as_table(results: Sequence[Result]) -> str:
+    """Aligned columns, a block for each dtype and mode."""
+    blocks = []
+    for title, group in grouped(results):
+        header, *rows = _rows(group, _time)
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        lines = [
+            row[0].ljust(widths[0])
+            + "".join("  " + field.rjust(width) for field, width in zip(row[1:], widths[1:], strict=True))
+            for row in (header, *rows)
+        ]
+        blocks.append("\n".join([title, "", *lines, *_mean(group)]))
+    return "\n\n".join(blocks)
+
+
+def as_markdown(results: Sequence[Result]) -> str:
+    """Tables for a document, with GF/s beside the times."""
+    blocks = []
+    for title, group in grouped(results):
+        header, *rows = _rows(group, _time_and_rate)
+        marks = ["---", *["--:"] * (len(header) - 1)]
+        lines = ["| " + " | ".join(row) + " |" for row in (header, marks, *rows)]
+        blocks.append("\n".join([f"**{title}**, time · GF/s", "", *lines, "", *_mean(group)]))
+    return "\n\n".join(blocks)
+
+
+def grouped(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:
+    """By dtype and mode, with a title each."""
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        groups.setdefault(f"{result.dtype}, {MODE_NAMES[result.mode]}", []).append(result)
+    return list(groups.items())
+
+
+def ordered_names(results: Sequence[Result]) -> list[str]:
+    """The contenders that took part in any of them, ours first."""
+    taking_part = {name for result in results for name in (*result.seconds, *result.errors)}
+    return [contender.name for contender in CONTENDERS if contender.name in taking_part]
+
+
+def _rows(results: Sequence[Result], show: Show) -> list[list[str]]:
+    names = ordered_names(results)
+    with_baseline = BASELINE in names
+    rows = [["cell", *names, "to the best", "of the limit", *["kept"] * with_baseline]]
+    for result in results:
+        row = [result.cell]
+        row += [_shown(result, name, show) for name in names]
+        row.append(NOTHING if result.ratio is None else f"{result.ratio:.2f} x")
+        row.append(_fraction(result))
+        if with_baseline:
+            row.append(NOTHING if result.kept is None else f"{result.kept:.2f}")
+        rows.append(row)
+    return rows
+
+
+def _shown(result: Result, name: str, show: Show) -> str:
+    if name in result.seconds:
+        return show(result, name)
+    return "wrong" if name in result.errors else NOTHING
+
+
+def _fraction(result: Result) -> str:
+    if not result.bounded:
+        return NOTHING
+    return f"{result.fraction:.2f}" + (" mem" if result.memory_bound else "")
+
+
+def _mean(results: Sequence[Result]) -> list[str]:
+    ratios = [result.ratio for result in results if result.ratio is not None]
+    if len(ratios) < 2:
+        return []
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    behind = [result.cell for result in results if result.ratio is not None and result.ratio < 1]
+    return [
+        f"geometric mean {mean:.2f} x the best peer"
+        + (f"; behind it in {', '.join(behind)}" if behind else ", ahead of it everywhere")
+    ]
+
+
+def _time(result: Result, name: str) -> str:
+    seconds = result.seconds[name]
+    return f"{_digits(seconds * 1e6)} µs" if seconds < 100e-6 else f"{_digits(seconds * 1e3)} ms"
+
+
+def _time_and_rate(result: Result, name: str) -> str:
+    return f"{_time(result, name)} · {result.flops / result.seconds[name] / 1e9:.0f}"
+
+
+def _digits(number: float) -> str:
+    """Three significant digits."""
+    rounded = float(f"{number:.3g}")
+    return f"{rounded:.{max(0, 2 - math.floor(math.log10(rounded)))}f}"

@@ -1,0 +1,22 @@
+# What every C++ file of the project is compiled with.
+
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 11)
+  message(FATAL_ERROR "attn_ext needs GCC 11 or later; ${CMAKE_CXX_COMPILER} is ${CMAKE_CXX_COMPILER_VERSION}.")
+elseif(CMAKE_CXX_COMPILER_ID STREQUAL "Clang" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 14)
+  message(FATAL_ERROR "attn_ext needs Clang 14 or later; ${CMAKE_CXX_COMPILER} is ${CMAKE_CXX_COMPILER_VERSION}.")
+endif()
+
+function(attn_ext_compile_options target)
+  set_target_properties(${target} PROPERTIES
+    CXX_EXTENSIONS OFF
+    CXX_VISIBILITY_PRESET hidden
+    VISIBILITY_INLINES_HIDDEN ON
+    POSITION_INDEPENDENT_CODE ON)
+  target_compile_features(${target} PUBLIC cxx_std_20)
+  target_compile_options(${target} PRIVATE
+    -Wall -Wextra $<$<BOOL:${ATTN_EXT_WERROR}>:-Werror>
+    # at::parallel_for is parallel only where OpenMP is on. The runtime itself is not linked: its symbols
+    # come from the one that torch has loaded, so that torch.set_num_threads rules. (Clang's OpenMP code
+    # calls another runtime than GCC's.)
+    $<$<CXX_COMPILER_ID:GNU>:-fopenmp>)
+endfunction()

@@ -1,0 +1,28 @@
+# Every source file of the build.
+
+set(ATTN_EXT_SOURCES
+  csrc/schema.cpp
+  csrc/args.cpp
+  csrc/checks.cpp
+  csrc/autograd/sdpa_autograd.cpp
+  csrc/autocast/sdpa_autocast.cpp
+  csrc/meta/sdpa_meta.cpp
+  csrc/composite/sdpa_composite.cpp
+  csrc/aten/problem.cpp
+  csrc/aten/contract.cpp
+  csrc/aten/dropout.cpp
+  csrc/aten/tile.cpp
+  csrc/aten/pieces.cpp
+  csrc/aten/backward_tile.cpp
+  csrc/aten/tangents.cpp
+  csrc/aten/sdpa_aten.cpp
+  csrc/capability.cpp
+  csrc/cpu/peak.cpp
+  csrc/explain.cpp
+  csrc/public_api.cpp)
+
+# Compiled once per instruction set (capabilities.cmake).
+set(ATTN_EXT_KERNEL_SOURCES)
+
+set(ATTN_EXT_PYTHON_SOURCES
+  csrc/python/module.cpp)

@@ -1,0 +1,125 @@
+#include "backward_tile.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/zeros.h>
+
+#include "contract.h"
+
+namespace attn_ext {
+
+Dims lead_of(const at::Tensor& canonical, int64_t tail_dims) {
+  return Dims(canonical.sizes().begin(), canonical.sizes().end() - tail_dims);
+}
+
+OutputGrads canonical_grads(const Problem& problem, const SdpaOutputs& grads) {
+  const auto canonical = [&](const at::Tensor& grad, int64_t tail_dims) {
+    return grad.defined() ? problem.layout.of_query_heads(grad, tail_dims) : grad;
+  };
+  return {canonical(grads.output, 2), canonical(grads.lse, 1), canonical(grads.weights, 2),
+          canonical(grads.key_mass, 1)};
+}
+
+OutputGrads narrow_grads(const Problem& problem, const OutputGrads& grads, const Chunk& chunk) {
+  OutputGrads narrowed;
+  const auto dtype = problem.accumulator;
+  if (grads.output.defined()) {
+    narrowed.output = grads.output.narrow(-2, chunk.row_begin, chunk.rows()).to(dtype);
+  }
+  if (grads.lse.defined()) {
+    narrowed.lse = grads.lse.narrow(-1, chunk.row_begin, chunk.rows()).to(dtype);
+  }
+  if (grads.weights.defined()) {
+    narrowed.weights = grads.weights.narrow(-2, chunk.row_begin, chunk.rows())
+                           .narrow(-1, chunk.key_begin, chunk.keys())
+                           .to(dtype);
+  }
+  if (grads.key_mass.defined()) {
+    narrowed.key_mass = grads.key_mass.narrow(-1, chunk.key_begin, chunk.keys()).to(dtype);
+  }
+  return narrowed;
+}
+
+at::Tensor applied_weights_grad(const at::Tensor& value, const OutputGrads& grads) {
+  at::Tensor grad;
+  if (grads.output.defined() && value.defined()) {
+    grad = contract(grads.output, "QD", value, "KD", "QK", broadcast_lead(grads.output, value));
+  }
+  grad = plus(grad, grads.weights);
+  return grads.key_mass.defined() ? plus(grad, grads.key_mass.unsqueeze(-2)) : grad;
+}
+
+at::Tensor row_grads(const at::Tensor& delta, const OutputGrads& grads) {
+  return minus(grads.lse.defined() ? grads.lse.unsqueeze(-1) : at::Tensor(), delta);
+}
+
+ScoreGrads score_grads(const Problem& problem, const Tile& tile, const OutputGrads& grads) {
+  ScoreGrads result;
+  result.probabilities = applied_weights_grad(tile.value, grads);
+  if (tile.multiplier.defined()) {
+    result.probabilities = times(result.probabilities, tile.multiplier);
+  }
+  result.probabilities = tile.only_visible(result.probabilities);
+  if (result.probabilities.defined()) {
+    result.delta = (tile.weights * result.probabilities).sum(-1, /*keepdim=*/true);
+  }
+  result.centred = plus(result.probabilities, row_grads(result.delta, grads));
+  result.scores = tile.only_visible(times(tile.weights, result.centred));
+  const at::Tensor slope = tile.softcap_slope(problem.softcap);
+  result.products = slope.defined() ? tile.only_visible(times(result.scores, slope)) : result.scores;
+  return result;
+}
+
+at::Tensor score_product(const Tile& tile, const at::Tensor& scores, const at::Tensor& factor,
+                         Letters factor_dims, Letters out_dims, const Dims& lead, double scale) {
+  if (!scores.defined() || !factor.defined()) {
+    return {};
+  }
+  const at::Tensor safe = tile.visible.defined() ? finite_or_zero(factor) : factor;
+  return contract(scores, "QK", safe, factor_dims, out_dims, lead) * scale;
+}
+
+at::Tensor value_grad(const Tile& tile, const at::Tensor& weights, const at::Tensor& grad, const Dims& lead) {
+  return weights.defined() && grad.defined()
+             ? contract_visible(weights, "QK", tile.visible, grad, "QD", "KD", lead)
+             : at::Tensor();
+}
+
+GradientSums::GradientSums(const Problem& problem, InputMask wanted)
+    : problem_(problem), wanted_(wanted), key_(-2, problem.key_len), value_(-2, problem.key_len) {}
+
+void GradientSums::add_scores(const at::Tensor& grad, const Chunk& chunk) {
+  if (!grad.defined()) {
+    return;
+  }
+  const at::Tensor part = sum_down_to(grad, problem_.attn_mask.sizes());
+  const at::Tensor padded =
+      problem_.attn_mask.size(-1) == 1 ? part : pad_keys(part, -1, chunk, problem_.key_len);
+  if (problem_.attn_mask.size(-2) == 1) {
+    mask_sum_ = plus(mask_sum_, padded);
+  } else {
+    mask_rows_.add(padded);
+  }
+}
+
+void GradientSums::add_sinks(const at::Tensor& grad) {
+  if (grad.defined()) {
+    sinks_ = plus(sinks_, sum_down_to(grad.sum({-2, -1}), problem_.sinks.sizes()));
+  }
+}
+
+SdpaInputs GradientSums::finish(const SdpaArgs& args) const {
+  const auto finish_one = [](const at::Tensor& sum, const at::Tensor& input, bool wanted) {
+    if (!wanted) {
+      return at::Tensor();
+    }
+    return sum.defined() ? sum.to(input.scalar_type()).reshape(input.sizes()).contiguous()
+                         : at::zeros(input.sizes(), input.options());
+  };
+  const at::Tensor mask = mask_sum_.defined() ? mask_sum_ : mask_rows_.join(-2);
+  return {finish_one(query_.join(-2), args.query, wanted_.query),
+          finish_one(key_.total(), args.key, wanted_.key),
+          finish_one(value_.total(), args.value, wanted_.value),
+          finish_one(mask, args.attn_mask, wanted_.attn_mask), finish_one(sinks_, args.sinks, wanted_.sinks)};
+}
+
+}  // namespace attn_ext

@@ -1,0 +1,76 @@
+// Gradients of one chunk, and their sums over the chunks.
+//
+//   dPd = dO Vᵀ + dW + dMass      dP = dPd ∘ dropout multiplier      delta = rowsum(P ∘ dP)
+//   dS = P ∘ (dP - delta + dLse)  dsink = sum over rows of Psink (dLse - delta)
+//   dQ = scale · dS K             dK = scale · dSᵀ Q                  dV = Pdᵀ dO          dbias = dS
+#pragma once
+
+#include "contract.h"
+#include "pieces.h"
+#include "tile.h"
+
+namespace attn_ext {
+
+/// Gradients (or their tangents) of a pass's outputs: of the whole call in the canonical layout, or of a
+/// chunk in the dtype of accumulation. Undefined stands for zero.
+struct OutputGrads {
+  at::Tensor output;    // (lead, rows, Dv)
+  at::Tensor lse;       // (lead, rows)
+  at::Tensor weights;   // (lead, rows, keys)
+  at::Tensor key_mass;  // (lead, keys)
+};
+
+OutputGrads canonical_grads(const Problem& problem, const SdpaOutputs& grads);
+OutputGrads narrow_grads(const Problem& problem, const OutputGrads& grads, const Chunk& chunk);
+
+struct ScoreGrads {
+  at::Tensor probabilities;  // dP (lead, rows, keys), 0 where not visible
+  at::Tensor delta;          // (lead, rows, 1)
+  at::Tensor centred;        // dP - delta + dLse (lead, rows, keys)
+  at::Tensor scores;         // dS, with bias and after softcap: the gradient of the bias
+  at::Tensor products;       // dS before softcap: the gradient of scale · Q Kᵀ
+};
+
+/// dPd = dO Vᵀ + dW + dMass, before dropout and visibility.
+at::Tensor applied_weights_grad(const at::Tensor& value, const OutputGrads& grads);
+
+ScoreGrads score_grads(const Problem& problem, const Tile& tile, const OutputGrads& grads);
+
+/// scale · dS K or scale · dSᵀ Q, undefined where a factor is. A NaN that is visible is in dS already, so
+/// none is taken from `factor`, where it may be masked.
+at::Tensor score_product(const Tile& tile, const at::Tensor& scores, const at::Tensor& factor,
+                         Letters factor_dims, Letters out_dims, const Dims& lead, double scale);
+
+/// Pdᵀ dO, undefined where a factor is.
+at::Tensor value_grad(const Tile& tile, const at::Tensor& weights, const at::Tensor& grad, const Dims& lead);
+
+/// -(delta) + dLse a row (lead, rows, 1), of which both dS and the gradient of the sinks are made.
+at::Tensor row_grads(const at::Tensor& delta, const OutputGrads& grads);
+
+/// The gradients of the inputs (or tangents of these), summed over chunks in canonical layout.
+class GradientSums {
+ public:
+  GradientSums(const Problem& problem, InputMask wanted);
+
+  void add_query(const at::Tensor& grad) { query_.add(grad); }
+  void add_key(const at::Tensor& grad, const Chunk& chunk) { key_.add(grad, chunk); }
+  void add_value(const at::Tensor& grad, const Chunk& chunk) { value_.add(grad, chunk); }
+  /// Of dS (lead, rows, keys): summed to the mask's own shape.
+  void add_scores(const at::Tensor& grad, const Chunk& chunk);
+  /// (lead, rows, 1): the sink's weight times the row's gradient.
+  void add_sinks(const at::Tensor& grad);
+
+  /// In the shapes and dtypes of the inputs.
+  SdpaInputs finish(const SdpaArgs& args) const;
+
+ private:
+  const Problem& problem_;
+  InputMask wanted_;
+  RowPieces query_, mask_rows_;
+  KeySum key_, value_;
+  at::Tensor mask_sum_, sinks_;
+};
+
+Dims lead_of(const at::Tensor& canonical, int64_t tail_dims);
+
+}  // namespace attn_ext

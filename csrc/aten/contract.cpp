@@ -1,0 +1,173 @@
+#include "contract.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/all.h>
+#include <ATen/ops/bmm.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/isnan.h>
+#include <ATen/ops/where.h>
+
+#include <limits>
+#include <vector>
+
+namespace attn_ext {
+
+namespace {
+
+/// False only if a look at the data shows that every value is finite. Where looking would wait for a device,
+/// or the data cannot be looked at (inside a function transform), the careful way is taken unseen.
+bool may_hold_nonfinite(const at::Tensor& tensor) {
+  const bool readable = tensor.device().is_cpu() &&
+                        !tensor.key_set().has_any(c10::DispatchKeySet(
+                            {c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
+                             c10::DispatchKey::Batched, c10::DispatchKey::Python}));
+  return !readable || !at::isfinite(tensor).all().item<bool>();
+}
+
+// The letters in the order that every tensor here has them.
+constexpr Letters kLetters = "QKD";
+
+/// (lead, Q, K, D) with size 1 for the letter that the tensor lacks.
+at::Tensor align(const at::Tensor& tensor, Letters dims) {
+  for (size_t letter = 0; letter < kLetters.size(); ++letter) {
+    if (dims.find(kLetters[letter]) == Letters::npos) {
+      return tensor.unsqueeze(static_cast<int64_t>(letter) - static_cast<int64_t>(kLetters.size()));
+    }
+  }
+  TORCH_INTERNAL_ASSERT(false, "a tensor with all three letters");
+}
+
+/// What becomes of each dim in a batched matrix product (batch, rows, inner) x (batch, inner, columns).
+struct Roles {
+  Dims batch, rows, columns, inner;  // dims of the aligned tensors
+  Dims sum_left, sum_right;          // dims that the other side lacks, summed before the product
+};
+
+Roles roles_of(const at::Tensor& left, const at::Tensor& right, const std::vector<bool>& kept) {
+  Roles roles;
+  for (int64_t dim = 0; dim < left.dim(); ++dim) {
+    const bool keep = kept[static_cast<size_t>(dim)];
+    if (left.size(dim) == right.size(dim)) {
+      (keep ? roles.batch : roles.inner).push_back(dim);
+    } else if (right.size(dim) == 1) {
+      (keep ? roles.rows : roles.sum_left).push_back(dim);
+    } else {
+      (keep ? roles.columns : roles.sum_right).push_back(dim);
+    }
+  }
+  // A dim that was summed away is 1 on both sides.
+  for (const Dims* summed : {&roles.sum_left, &roles.sum_right}) {
+    roles.inner.append(summed->begin(), summed->end());
+  }
+  return roles;
+}
+
+int64_t product_of_sizes(const at::Tensor& tensor, const Dims& dims) {
+  int64_t product = 1;
+  for (const int64_t dim : dims) {
+    product *= tensor.size(dim);
+  }
+  return product;
+}
+
+Dims joined(std::initializer_list<const Dims*> parts) {
+  Dims all;
+  for (const Dims* part : parts) {
+    all.append(part->begin(), part->end());
+  }
+  return all;
+}
+
+/// As a batch of matrices of the first and of the second group of dims; `rest` is of size 1.
+at::Tensor as_matrices(const at::Tensor& tensor, const Dims& batch, const Dims& first, const Dims& second,
+                       const Dims& rest) {
+  const int64_t batches = product_of_sizes(tensor, batch), rows = product_of_sizes(tensor, first),
+                columns = product_of_sizes(tensor, second);
+  return tensor.permute(joined({&batch, &first, &second, &rest})).reshape({batches, rows, columns});
+}
+
+}  // namespace
+
+Dims broadcast_lead(const at::Tensor& a, const at::Tensor& b) {
+  Dims lead;
+  for (int64_t dim = 0; dim < a.dim() - 2; ++dim) {
+    lead.push_back(a.size(dim) == 1 ? b.size(dim) : a.size(dim));
+  }
+  return lead;
+}
+
+at::Tensor contract(const at::Tensor& left_tensor, Letters left_dims, const at::Tensor& right_tensor,
+                    Letters right_dims, Letters out_dims, const Dims& lead) {
+  at::Tensor left = align(left_tensor, left_dims), right = align(right_tensor, right_dims);
+  const Dims full = broadcast_lead(left_tensor, right_tensor);
+  std::vector<bool> kept;
+  for (size_t dim = 0; dim < lead.size(); ++dim) {
+    kept.push_back(lead[dim] == full[dim]);
+  }
+  for (const char letter : kLetters) {
+    kept.push_back(out_dims.find(letter) != Letters::npos);
+  }
+  const Roles roles = roles_of(left, right, kept);
+  left = roles.sum_left.empty() ? left : left.sum(roles.sum_left, /*keepdim=*/true);
+  right = roles.sum_right.empty() ? right : right.sum(roles.sum_right, /*keepdim=*/true);
+
+  const at::Tensor product = at::bmm(as_matrices(left, roles.batch, roles.rows, roles.inner, roles.columns),
+                                     as_matrices(right, roles.batch, roles.inner, roles.columns, roles.rows));
+  // Back to (lead, Q, K, D), where every inner dim is 1 now.
+  const Dims order = joined({&roles.batch, &roles.rows, &roles.columns, &roles.inner});
+  Dims sizes, back(order.size(), 0);
+  for (size_t place = 0; place < order.size(); ++place) {
+    const int64_t dim = order[place];
+    const bool is_inner = place >= order.size() - roles.inner.size();
+    sizes.push_back(is_inner ? 1 : left.size(dim) == 1 ? right.size(dim) : left.size(dim));
+    back[static_cast<size_t>(dim)] = static_cast<int64_t>(place);
+  }
+  at::Tensor aligned = product.reshape(sizes).permute(back);
+  for (size_t letter = 0; letter < kLetters.size(); ++letter) {
+    if (out_dims.find(kLetters[letter]) == Letters::npos) {
+      aligned = aligned.squeeze(static_cast<int64_t>(letter) - static_cast<int64_t>(kLetters.size()));
+    }
+  }
+  return aligned;
+}
+
+at::Tensor finite_or_zero(const at::Tensor& tensor) {
+  return may_hold_nonfinite(tensor) ? at::where(at::isfinite(tensor), tensor, 0.0).to(tensor.scalar_type())
+                                    : tensor;
+}
+
+at::Tensor contract_visible(const at::Tensor& left, Letters left_dims, const at::Tensor& visible,
+                            const at::Tensor& right, Letters right_dims, Letters out_dims, const Dims& lead) {
+  if (!visible.defined() || !may_hold_nonfinite(right)) {
+    return contract(left, left_dims, right, right_dims, out_dims, lead);
+  }
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  Dims sees_shape(static_cast<size_t>(left.dim() - visible.dim()), 1);
+  sees_shape.append(visible.sizes().begin(), visible.sizes().end() - 2);
+  sees_shape.append(left.sizes().end() - 2, left.sizes().end());
+  const at::Tensor sees = visible.expand(sees_shape).to(left.scalar_type());
+  at::Tensor product = contract(left, left_dims, finite_or_zero(right), right_dims, out_dims, lead);
+  const auto show = [&](const at::Tensor& is_special, double special) {
+    const at::Tensor count =
+        contract(sees, left_dims, is_special.to(left.scalar_type()), right_dims, out_dims, lead);
+    product = product + at::where(count > 0, special, 0.0).to(left.scalar_type());
+  };
+  show(at::isnan(right), std::numeric_limits<double>::quiet_NaN());
+  show(right == kInfinity, kInfinity);
+  show(right == -kInfinity, -kInfinity);
+  return product;
+}
+
+at::Tensor plus(const at::Tensor& a, const at::Tensor& b) {
+  return !a.defined() ? b : !b.defined() ? a : a + b;
+}
+
+at::Tensor minus(const at::Tensor& a, const at::Tensor& b) {
+  return !b.defined() ? a : !a.defined() ? -b : a - b;
+}
+
+at::Tensor times(const at::Tensor& a, const at::Tensor& b) {
+  return a.defined() && b.defined() ? a * b : at::Tensor();
+}
+
+}  // namespace attn_ext

@@ -1,0 +1,46 @@
+// Results put together from chunks, without writing in place: what autograd and vmap want.
+// An undefined piece stands for zero; a sum of nothing is undefined.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "problem.h"
+
+namespace attn_ext {
+
+/// A result with rows of its own for every chunk.
+class RowPieces {
+ public:
+  void add(const at::Tensor& piece) {
+    if (piece.defined()) {
+      pieces_.push_back(piece);
+    }
+  }
+  at::Tensor join(int64_t row_dim) const;
+
+ private:
+  std::vector<at::Tensor> pieces_;
+};
+
+/// A result to which every chunk adds at its keys, along `key_dim`.
+class KeySum {
+ public:
+  KeySum(int64_t key_dim, int64_t key_len) : key_dim_(key_dim), key_len_(key_len) {}
+
+  void add(const at::Tensor& part, const Chunk& chunk);
+  const at::Tensor& total() const { return total_; }
+
+ private:
+  int64_t key_dim_, key_len_;
+  at::Tensor total_;
+};
+
+/// (..., keys of the chunk, ...) -> (..., Lk, ...), zero at the other keys.
+at::Tensor pad_keys(const at::Tensor& part, int64_t key_dim, const Chunk& chunk, int64_t key_len);
+
+/// Sum of `tensor` over the dims that are 1 in `shape` (as many dims).
+at::Tensor sum_down_to(const at::Tensor& tensor, at::IntArrayRef shape);
+
+}  // namespace attn_ext

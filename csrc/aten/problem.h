@@ -1,0 +1,91 @@
+// A call in the one layout that the composition works in.
+//
+// Every tensor becomes a view (batch..., Hkv, G, rows, columns) with G the query heads that share a key head,
+// and size 1 wherever it is broadcast: nothing is copied to expand it, and a grouped head is one more
+// broadcast dim. The lead dims are (batch..., Hkv, G).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
+
+#include <optional>
+
+#include "../checks.h"
+
+namespace attn_ext {
+
+using Dims = c10::SmallVector<int64_t, 8>;
+
+/// Key j takes part in row i only if i + low <= j <= i + high: causality and window as one.
+struct Band {
+  std::optional<int64_t> low, high;
+};
+
+/// What makes the canonical view of a tensor of this call.
+struct Layout {
+  int64_t batch_dims;
+  int64_t key_heads, group;
+  bool has_heads;  // of the outputs
+
+  /// (..., heads of the query or 1, tail...) -> (batch..., Hkv, G, tail...)
+  at::Tensor of_query_heads(const at::Tensor& tensor, int64_t tail_dims) const;
+  /// (..., Hkv or 1, tail...) -> (batch..., Hkv, 1, tail...)
+  at::Tensor of_key_heads(const at::Tensor& tensor, int64_t tail_dims) const;
+};
+
+struct Problem {
+  Layout layout;
+  Dims lead;  // sizes of (batch..., Hkv, G) after broadcasting
+  int64_t query_len, key_len, head_dim, value_dim;
+  at::ScalarType dtype;        // of query, key, value, output
+  at::ScalarType accumulator;  // of scores, softmax and sums
+  double scale, softcap, dropout_p;
+  Band band;
+
+  // In the dtype of accumulation (key and value: once for all chunks), undefined where absent.
+  at::Tensor query;         // (lead, Lq, D), still in its own dtype: converted a chunk at a time
+  at::Tensor key, value;    // (lead, Lk, D), (lead, Lk, Dv)
+  at::Tensor attn_mask;     // (lead, Lq or 1, Lk or 1), in its own dtype
+  at::Tensor sinks;         // (lead)
+  at::Tensor dropout_seed;  // (seed dims, 1...) of as many dims as a score tensor
+  int64_t seed_dims = 0;    // the leading batch dims that the seed covers
+
+  /// (lead, tail...)
+  Dims with_tail(std::initializer_list<int64_t> tail) const;
+  /// The shape of an output: lead dims as the caller has them, then tail.
+  Dims output_shape(std::initializer_list<int64_t> tail) const;
+};
+
+Problem make_problem(const SdpaArgs& args);
+
+/// Rows of the query, and the only keys that the band lets them see.
+struct Chunk {
+  int64_t row_begin, row_end, key_begin, key_end;
+
+  int64_t rows() const { return row_end - row_begin; }
+  int64_t keys() const { return key_end - key_begin; }
+};
+
+/// As many rows to a chunk as keep the scores of one chunk in bounds, whatever the length of the query.
+int64_t rows_per_chunk(const Problem& problem);
+
+/// What a score tensor of one chunk may hold, in elements.
+constexpr int64_t kChunkElements = int64_t{1} << 22;
+constexpr int64_t kMinimumRows = 16;
+
+template <class Function>
+void for_each_chunk(const Problem& problem, Function function) {
+  const int64_t step = rows_per_chunk(problem);
+  for (int64_t begin = 0; begin < problem.query_len; begin += step) {
+    const int64_t end = std::min(begin + step, problem.query_len);
+    int64_t key_begin = problem.band.low ? std::max<int64_t>(begin + *problem.band.low, 0) : 0;
+    int64_t key_end =
+        problem.band.high ? std::min(end + *problem.band.high, problem.key_len) : problem.key_len;
+    if (key_begin >= key_end) {
+      key_begin = key_end = 0;
+    }
+    function(Chunk{begin, end, key_begin, key_end});
+  }
+}
+
+}  // namespace attn_ext

@@ -1,0 +1,35 @@
+// Scores and softmax of one chunk of query rows: what forward, backward and tangents all start from.
+#pragma once
+
+#include "problem.h"
+
+namespace attn_ext {
+
+/// S = softcap(scale · Q Kᵀ) + bias over what is visible;  P = exp(S - lse), lse = log(sum_j exp S + exp
+/// sink).
+struct Tile {
+  Chunk chunk;
+  at::Tensor query;         // (lead, rows, D)
+  at::Tensor key, value;    // (lead, keys, D), (lead, keys, Dv)
+  at::Tensor capped;        // softcap(scale · Q Kᵀ) (lead, rows, keys); undefined without softcap
+  at::Tensor visible;       // bool, broadcasts to (lead, rows, keys); undefined where all is visible
+  at::Tensor weights;       // P (lead, rows, keys), before dropout, 0 where not visible
+  at::Tensor lse;           // (lead, rows), -inf for a row that sees nothing
+  at::Tensor sink_weights;  // exp(sink - lse) (lead, rows); undefined without sinks
+  at::Tensor multiplier;    // of dropout (lead, rows, keys); undefined without dropout
+
+  /// The weights that are applied: P after dropout.
+  at::Tensor applied_weights() const;
+  /// dcapped / dscore = 1 - (capped / softcap)²; undefined without softcap.
+  at::Tensor softcap_slope(double softcap) const;
+  /// 0 wherever the row does not see the key, whatever `scores` holds there.
+  at::Tensor only_visible(const at::Tensor& scores) const;
+};
+
+/// Rows of a (lead, Lq or 1, columns) tensor, keys of a (lead, rows, Lk or 1) tensor: broadcast dims stay 1.
+at::Tensor narrow_rows(const at::Tensor& tensor, const Chunk& chunk);
+at::Tensor narrow_keys(const at::Tensor& tensor, const Chunk& chunk, int64_t dim = -1);
+
+Tile make_tile(const Problem& problem, const Chunk& chunk);
+
+}  // namespace attn_ext

@@ -1,0 +1,265 @@
+// Derivatives of the internal pair: reverse mode by a node each, forward mode by the tangents of csrc/aten.
+//
+// With f the forward pass and g(x, ct) = grad_x <ct, f(x)> its backward pass, the backward of g needs nothing
+// new: for an incoming u, its gradient in ct is the tangent of f along u, and (second derivatives commute)
+// its gradient in x is the tangent of g along u. Both are compositions of ATen ops, differentiable to any
+// order.
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/library.h>
+
+#include "../args.h"
+#include "../aten/tangents.h"
+#include "node_compat.h"
+
+namespace attn_ext {
+
+namespace {
+
+using torch::autograd::collect_next_edges;
+using torch::autograd::compute_requires_grad;
+using torch::autograd::SavedVariable;
+using torch::autograd::set_history;
+using torch::autograd::variable_list;
+
+/// SdpaArgs between forward and backward.
+class SavedArgs {
+ public:
+  void save(const SdpaArgs& args) {
+    scalars_ = args;
+    for (at::Tensor* tensor : {&scalars_.query, &scalars_.key, &scalars_.value, &scalars_.attn_mask,
+                               &scalars_.sinks, &scalars_.dropout_seed}) {
+      tensor->reset();
+    }
+    query_ = SavedVariable(args.query, false);
+    key_ = SavedVariable(args.key, false);
+    value_ = SavedVariable(args.value, false);
+    attn_mask_ = SavedVariable(args.attn_mask, false);
+    sinks_ = SavedVariable(args.sinks, false);
+    dropout_seed_ = SavedVariable(args.dropout_seed, false);
+  }
+
+  SdpaArgs unpack() const {
+    SdpaArgs args = scalars_;
+    args.query = query_.unpack();
+    args.key = key_.unpack();
+    args.value = value_.unpack();
+    args.attn_mask = attn_mask_.unpack();
+    args.sinks = sinks_.unpack();
+    args.dropout_seed = dropout_seed_.unpack();
+    return args;
+  }
+
+  void release() {
+    for (SavedVariable* variable : {&query_, &key_, &value_, &attn_mask_, &sinks_, &dropout_seed_}) {
+      variable->reset_data();
+    }
+  }
+
+ private:
+  SdpaArgs scalars_;
+  SavedVariable query_, key_, value_, attn_mask_, sinks_, dropout_seed_;
+};
+
+/// The inputs' tangents, undefined where there is none.
+SdpaInputs tangents_of(const SdpaArgs& args) {
+  const auto tangent = [](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor._fw_grad(/*level=*/0) : at::Tensor();
+  };
+  return {tangent(args.query), tangent(args.key), tangent(args.value), tangent(args.attn_mask),
+          tangent(args.sinks)};
+}
+
+SdpaOutputs tangents_of(const SdpaOutputs& grads) {
+  const auto tangent = [](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor._fw_grad(/*level=*/0) : at::Tensor();
+  };
+  return {tangent(grads.output), tangent(grads.lse), tangent(grads.weights), tangent(grads.key_mass)};
+}
+
+at::Tensor primal_of(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor._fw_primal(/*level=*/0) : tensor;
+}
+
+SdpaArgs primals_of(SdpaArgs args) {
+  for (at::Tensor* tensor : {&args.query, &args.key, &args.value, &args.attn_mask, &args.sinks}) {
+    *tensor = primal_of(*tensor);
+  }
+  return args;
+}
+
+SdpaOutputs primals_of(const SdpaOutputs& grads) {
+  return {primal_of(grads.output), primal_of(grads.lse), primal_of(grads.weights), primal_of(grads.key_mass)};
+}
+
+void set_tangent(const at::Tensor& primal, const at::Tensor& tangent) {
+  if (primal.defined() && tangent.defined()) {
+    primal._set_fw_grad(tangent, /*level=*/0, /*is_inplace_op=*/false);
+  }
+}
+
+/// A float mask and sinks are differentiable, a bool mask is not.
+at::Tensor if_differentiable(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.is_floating_point() ? tensor : at::Tensor();
+}
+
+torch::autograd::edge_list input_edges(const SdpaArgs& args) {
+  return collect_next_edges(args.query, args.key, args.value, if_differentiable(args.attn_mask), args.sinks);
+}
+
+bool inputs_require_grad(const SdpaArgs& args) {
+  return compute_requires_grad(args.query, args.key, args.value, args.attn_mask, args.sinks);
+}
+
+/// Gradients of the gradients: the node behind `_sdpa_backward`.
+/// Its inputs are those of the op that carry derivatives: grads (4), then query, key, value, attn_mask,
+/// sinks. `output` and `lse`, which the op takes beside them, are functions of these and have no derivative
+/// of their own.
+struct SdpaBackwardBackward : public torch::autograd::Node {
+  std::string name() const override { return "SdpaBackwardBackward"; }
+
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    args.release();
+    for (SavedVariable* variable : {&grad_output, &grad_lse, &grad_weights, &grad_key_mass}) {
+      variable->reset_data();
+    }
+  }
+
+  variable_list apply(variable_list&& incoming) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const SdpaInputs direction{incoming[0], incoming[1], incoming[2], incoming[3], incoming[4]};
+    variable_list result(9);
+    if (!direction.any_defined()) {
+      return result;
+    }
+    const SdpaArgs saved = args.unpack();
+    const SdpaOutputs grads{grad_output.unpack(), grad_lse.unpack(), grad_weights.unpack(),
+                            grad_key_mass.unpack()};
+    if (task_should_compute_output({{0, 4}})) {
+      const SideOutputs wanted{grads.weights.defined(), grads.key_mass.defined()};
+      const SdpaOutputs along = forward_tangents(saved, direction, wanted);
+      result[0] = grads.output.defined() ? along.output : at::Tensor();
+      result[1] = grads.lse.defined() ? along.lse : at::Tensor();
+      result[2] = along.weights;
+      result[3] = along.key_mass;
+    }
+    if (task_should_compute_output({{4, 9}})) {
+      InputMask wanted{task_should_compute_output(4), task_should_compute_output(5),
+                       task_should_compute_output(6), task_should_compute_output(7),
+                       task_should_compute_output(8)};
+      std::tie(result[4], result[5], result[6], result[7], result[8]) =
+          backward_tangents(grads, saved, {}, direction, wanted).to_tuple();
+    }
+    return result;
+  }
+
+  SavedArgs args;
+  SavedVariable grad_output, grad_lse, grad_weights, grad_key_mass;
+};
+
+SdpaInputs backward_autograd(const SdpaOutputs& grads, const SdpaArgs& args, const at::Tensor& output,
+                             const at::Tensor& lse, InputMask wanted) {
+  decltype(make_node<SdpaBackwardBackward>()) node;
+  if (inputs_require_grad(args) ||
+      compute_requires_grad(grads.output, grads.lse, grads.weights, grads.key_mass)) {
+    node = make_node<SdpaBackwardBackward>();
+    auto edges = collect_next_edges(grads.output, grads.lse, grads.weights, grads.key_mass);
+    for (auto& edge : input_edges(args)) {
+      edges.push_back(std::move(edge));
+    }
+    node->set_next_edges(std::move(edges));
+    node->args.save(args);
+    node->grad_output = SavedVariable(grads.output, false);
+    node->grad_lse = SavedVariable(grads.lse, false);
+    node->grad_weights = SavedVariable(grads.weights, false);
+    node->grad_key_mass = SavedVariable(grads.key_mass, false);
+  }
+  const SdpaInputs result = [&] {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return call_backward(grads, args, output, lse, wanted);
+  }();
+  if (node) {
+    set_history({result.query, result.key, result.value, result.attn_mask, result.sinks}, node);
+  }
+  const SdpaInputs input_tangents = tangents_of(args);
+  const SdpaOutputs grad_tangents = tangents_of(grads);
+  if (input_tangents.any_defined() || grad_tangents.any_defined()) {
+    const SdpaInputs along =
+        backward_tangents(primals_of(grads), primals_of(args), grad_tangents, input_tangents, wanted);
+    set_tangent(result.query, along.query);
+    set_tangent(result.key, along.key);
+    set_tangent(result.value, along.value);
+    set_tangent(result.attn_mask, along.attn_mask);
+    set_tangent(result.sinks, along.sinks);
+  }
+  return result;
+}
+
+/// The node behind `_sdpa_forward`.
+struct SdpaBackward : public torch::autograd::Node {
+  std::string name() const override { return "SdpaBackward"; }
+
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    args.release();
+    output.reset_data();
+    lse.reset_data();
+  }
+
+  variable_list apply(variable_list&& incoming) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const SdpaOutputs grads{incoming[0], incoming[1], incoming[2], incoming[3]};
+    variable_list result(5);
+    if (!grads.any_defined()) {
+      return result;
+    }
+    const InputMask wanted{task_should_compute_output(0), task_should_compute_output(1),
+                           task_should_compute_output(2), task_should_compute_output(3),
+                           task_should_compute_output(4)};
+    std::tie(result[0], result[1], result[2], result[3], result[4]) =
+        call_backward(grads, args.unpack(), output.unpack(getptr()), lse.unpack(getptr()), wanted).to_tuple();
+    return result;
+  }
+
+  SavedArgs args;
+  SavedVariable output, lse;
+};
+
+SdpaOutputs forward_autograd(const SdpaArgs& args, SideOutputs wanted) {
+  decltype(make_node<SdpaBackward>()) node;
+  if (inputs_require_grad(args)) {
+    node = make_node<SdpaBackward>();
+    node->set_next_edges(input_edges(args));
+    node->args.save(args);
+  }
+  const SdpaOutputs result = [&] {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return call_forward(args, wanted);
+  }();
+  if (node) {
+    set_history({result.output, result.lse, result.weights, result.key_mass}, node);
+    node->output = SavedVariable(result.output, true);
+    node->lse = SavedVariable(result.lse, true);
+  }
+  const SdpaInputs tangents = tangents_of(args);
+  if (tangents.any_defined()) {
+    const SdpaOutputs along = forward_tangents(primals_of(args), tangents, wanted);
+    set_tangent(result.output, along.output);
+    set_tangent(result.lse, along.lse);
+    set_tangent(result.weights, along.weights);
+    set_tangent(result.key_mass, along.key_mass);
+  }
+  return result;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(attn_ext, Autograd, m) {
+  m.impl("_sdpa_forward", TORCH_FN((forward_kernel<&forward_autograd>)));
+  m.impl("_sdpa_backward", TORCH_FN((backward_kernel<&backward_autograd>)));
+}
+
+}  // namespace attn_ext

@@ -1,0 +1,231 @@
+#include "checks.h"
+
+#include <c10/util/Exception.h>
+
+#include <cmath>
+
+namespace attn_ext {
+
+namespace {
+
+bool is_supported(at::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf;
+}
+
+void check_tensor(const at::Tensor& tensor, const char* name, const at::Tensor& query) {
+  TORCH_CHECK(tensor.layout() == at::kStrided, "attn_ext: expected ", name,
+              " to be a dense (strided) tensor, but got layout ", tensor.layout());
+  TORCH_CHECK(tensor.device() == query.device(), "attn_ext: expected ", name,
+              " on the same device as query (", query.device(), "), but got ", tensor.device());
+}
+
+void check_attention_operand(const at::Tensor& tensor, const char* name, const char* shape,
+                             const at::Tensor& query) {
+  check_tensor(tensor, name, query);
+  TORCH_CHECK(tensor.dim() >= 2, "attn_ext: expected ", name, " to have at least 2 dimensions ", shape,
+              ", but got shape ", tensor.sym_sizes());
+  TORCH_CHECK(tensor.scalar_type() == query.scalar_type(), "attn_ext: expected ", name,
+              " to have the same dtype as query (", query.scalar_type(), "), but got ", tensor.scalar_type());
+}
+
+c10::SymInt heads_of(const at::Tensor& tensor) {
+  return tensor.dim() >= 3 ? tensor.sym_size(-3) : 1;
+}
+
+/// The size of batch dim `from_heads` places before the head dim; 1 where the tensor has no such dim.
+c10::SymInt batch_size(const at::Tensor& tensor, int64_t from_heads) {
+  const int64_t dim = tensor.dim() - 3 - from_heads;
+  return dim >= 0 ? tensor.sym_size(dim) : 1;
+}
+
+bool broadcasts(const c10::SymInt& size, const c10::SymInt& to) {
+  return size == 1 || size == to;
+}
+
+void check_batch_dims(const SdpaArgs& args, SdpaSizes& sizes) {
+  const int64_t batch_dims =
+      std::max({args.query.dim(), args.key.dim(), args.value.dim(), static_cast<int64_t>(3)}) - 3;
+  for (int64_t from_heads = batch_dims; from_heads >= 1; --from_heads) {
+    c10::SymInt size = batch_size(args.query, from_heads);
+    for (const at::Tensor* tensor : {&args.key, &args.value}) {
+      const c10::SymInt other = batch_size(*tensor, from_heads);
+      if (size == 1) {
+        size = other;
+      }
+      TORCH_CHECK(
+          broadcasts(other, size),
+          "attn_ext: expected the batch dimensions of query, key and value to broadcast, but got shapes ",
+          args.query.sym_sizes(), ", ", args.key.sym_sizes(), " and ", args.value.sym_sizes());
+    }
+    sizes.batch.push_back(std::move(size));
+  }
+}
+
+void check_grouped_heads(const SdpaArgs& args, SdpaSizes& sizes) {
+  const auto query_heads = heads_of(args.query), key_heads = heads_of(args.key);
+  TORCH_CHECK(
+      args.query.dim() >= 3 && args.key.dim() >= 3 && args.value.dim() >= 3,
+      "attn_ext: expected query, key and value to have a head dimension (..., heads, length, dim) with "
+      "enable_gqa=True, but got shapes ",
+      args.query.sym_sizes(), ", ", args.key.sym_sizes(), " and ", args.value.sym_sizes());
+  TORCH_CHECK(key_heads == heads_of(args.value), "attn_ext: expected value to have as many heads as key (",
+              key_heads, "), but got ", heads_of(args.value));
+  TORCH_CHECK(
+      key_heads > 0 && query_heads % key_heads == 0,
+      "attn_ext: expected the heads of query to be a multiple of the heads of key with enable_gqa=True, "
+      "but got ",
+      query_heads, " and ", key_heads);
+  sizes.heads = query_heads;
+  sizes.key_heads = key_heads;
+}
+
+void check_heads(const SdpaArgs& args, SdpaSizes& sizes) {
+  if (args.enable_gqa) {
+    return check_grouped_heads(args, sizes);
+  }
+  c10::SymInt heads = heads_of(args.query);
+  for (const at::Tensor* tensor : {&args.key, &args.value}) {
+    const char* name = tensor == &args.key ? "key" : "value";
+    const c10::SymInt other = heads_of(*tensor);
+    if (heads == 1) {
+      heads = other;
+    }
+    if (broadcasts(other, heads)) {
+      continue;
+    }
+    const bool groups = other > 0 && heads % other == 0;
+    TORCH_CHECK(false, "attn_ext: expected ", name, " to have as many heads as query (", heads,
+                "), or 1, but got ", other,
+                groups ? ": pass enable_gqa=True if groups of query heads share a key head" : "");
+  }
+  sizes.heads = heads;
+  sizes.key_heads = heads;
+}
+
+void check_shapes(const SdpaArgs& args, SdpaSizes& sizes) {
+  sizes.query_len = args.query.sym_size(-2);
+  sizes.head_dim = args.query.sym_size(-1);
+  sizes.key_len = args.key.sym_size(-2);
+  sizes.value_dim = args.value.sym_size(-1);
+  sizes.has_heads = args.query.dim() >= 3 || args.key.dim() >= 3 || args.value.dim() >= 3;
+  TORCH_CHECK(args.key.sym_size(-1) == sizes.head_dim,
+              "attn_ext: expected key to have the head dim of query (", sizes.head_dim, "), but got ",
+              args.key.sym_size(-1));
+  TORCH_CHECK(args.value.sym_size(-2) == sizes.key_len,
+              "attn_ext: expected value to have the length of key (", sizes.key_len, "), but got ",
+              args.value.sym_size(-2));
+  check_heads(args, sizes);
+  check_batch_dims(args, sizes);
+}
+
+void check_mask(const at::Tensor& mask, const at::Tensor& query, const SdpaSizes& sizes) {
+  check_tensor(mask, "attn_mask", query);
+  const auto dtype = mask.scalar_type();
+  TORCH_CHECK(
+      dtype == at::kBool || dtype == query.scalar_type() || dtype == at::kFloat,
+      "attn_ext: expected attn_mask to be of dtype Bool (True = takes part), Float or that of query (",
+      query.scalar_type(), "), but got ", dtype);
+  const SymDimVector weights = sizes.with_tail({sizes.query_len, sizes.key_len});
+  bool fits = static_cast<size_t>(mask.dim()) <= weights.size();
+  for (int64_t dim = 1; fits && dim <= mask.dim(); ++dim) {
+    fits = broadcasts(mask.sym_size(-dim), weights[weights.size() - dim]);
+  }
+  TORCH_CHECK(fits,
+              "attn_ext: expected attn_mask to broadcast to (batch..., heads, query length, key length) = ",
+              c10::SymIntArrayRef(weights), ", but got shape ", mask.sym_sizes());
+}
+
+void check_sinks(const at::Tensor& sinks, const at::Tensor& query, const SdpaSizes& sizes) {
+  check_tensor(sinks, "sinks", query);
+  const auto dtype = sinks.scalar_type();
+  TORCH_CHECK(dtype == query.scalar_type() || dtype == at::kFloat,
+              "attn_ext: expected sinks to have dtype Float or that of query (", query.scalar_type(),
+              "), but got ", dtype);
+  bool fits = sinks.dim() >= 1 && sinks.dim() <= static_cast<int64_t>(sizes.batch.size()) + 1 &&
+              sinks.sym_size(-1) == sizes.heads;
+  for (int64_t dim = 2; fits && dim <= sinks.dim(); ++dim) {
+    fits = broadcasts(sinks.sym_size(-dim), sizes.batch[sizes.batch.size() + 1 - dim]);
+  }
+  TORCH_CHECK(fits, "attn_ext: expected sinks to have shape (heads,) = [", sizes.heads, "], but got shape ",
+              sinks.sym_sizes());
+}
+
+void check_seed(const SdpaArgs& args, const SdpaSizes& sizes) {
+  if (!args.dropout_seed.defined()) {
+    return;
+  }
+  const at::Tensor& seed = args.dropout_seed;
+  check_tensor(seed, "dropout_seed", args.query);
+  bool fits = seed.scalar_type() == at::kLong && seed.dim() <= static_cast<int64_t>(sizes.batch.size());
+  for (int64_t dim = 0; fits && dim < seed.dim(); ++dim) {
+    fits = broadcasts(seed.sym_size(dim), sizes.batch[dim]);
+  }
+  TORCH_CHECK(fits, "attn_ext: expected dropout_seed of dtype Long with the leading batch dimensions ",
+              c10::SymIntArrayRef(sizes.batch), " or 1, but got dtype ", seed.scalar_type(), " and shape ",
+              seed.sym_sizes());
+}
+
+void check_scalars(const SdpaArgs& args) {
+  TORCH_CHECK(args.dropout_p >= 0.0 && args.dropout_p <= 1.0,  // NaN fails too
+              "attn_ext: expected dropout_p between 0 and 1, but got ", args.dropout_p);
+  TORCH_CHECK(std::isfinite(args.softcap) && args.softcap >= 0.0,
+              "attn_ext: expected softcap to be finite and at least 0 (0 = none), but got ", args.softcap);
+  TORCH_CHECK(!args.scale.has_value() || std::isfinite(*args.scale),
+              "attn_ext: expected scale to be finite, or None for 1/sqrt(head dim), but got ",
+              args.scale.value_or(0.0));
+  TORCH_CHECK(!args.window_left.has_value() || *args.window_left >= 0,
+              "attn_ext: expected window_left to be at least 0, or None for an open window, but got ",
+              *args.window_left);
+  TORCH_CHECK(!args.window_right.has_value() || *args.window_right >= 0,
+              "attn_ext: expected window_right to be at least 0, or None for an open window, but got ",
+              *args.window_right);
+}
+
+void check_grad(const at::Tensor& grad, const char* name, const SymDimVector& shape) {
+  TORCH_CHECK(!grad.defined() || grad.sym_sizes() == c10::SymIntArrayRef(shape), "attn_ext: expected ", name,
+              " to have shape ", c10::SymIntArrayRef(shape), ", but got ", grad.sym_sizes());
+}
+
+}  // namespace
+
+SymDimVector SdpaSizes::with_tail(std::initializer_list<c10::SymInt> tail) const {
+  SymDimVector shape(batch.begin(), batch.end());
+  if (has_heads) {
+    shape.push_back(heads);
+  }
+  shape.append(tail.begin(), tail.end());
+  return shape;
+}
+
+SdpaSizes check_args(const SdpaArgs& args) {
+  TORCH_CHECK(is_supported(args.query.scalar_type()),
+              "attn_ext: expected query of dtype Float, Double, BFloat16 or Half, but got ",
+              args.query.scalar_type());
+  check_attention_operand(args.query, "query", "(..., heads, query length, head dim)", args.query);
+  check_attention_operand(args.key, "key", "(..., heads, key length, head dim)", args.query);
+  check_attention_operand(args.value, "value", "(..., heads, key length, value dim)", args.query);
+  check_scalars(args);
+  SdpaSizes sizes;
+  check_shapes(args, sizes);
+  if (args.attn_mask.defined()) {
+    check_mask(args.attn_mask, args.query, sizes);
+  }
+  if (args.sinks.defined()) {
+    check_sinks(args.sinks, args.query, sizes);
+  }
+  check_seed(args, sizes);
+  return sizes;
+}
+
+void check_grads(const SdpaOutputs& grads, const SdpaSizes& sizes) {
+  check_grad(grads.output, "grad_output", sizes.with_tail({sizes.query_len, sizes.value_dim}));
+  check_grad(grads.lse, "grad_lse", sizes.with_tail({sizes.query_len}));
+  check_grad(grads.weights, "grad_weights", sizes.with_tail({sizes.query_len, sizes.key_len}));
+  check_grad(grads.key_mass, "grad_key_mass", sizes.with_tail({sizes.key_len}));
+}
+
+at::ScalarType accumulation_dtype(at::ScalarType dtype) {
+  return dtype == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+}  // namespace attn_ext

@@ -1,0 +1,34 @@
+// One validation for every backend, run before any work: CPU, other devices and meta tensors alike.
+#pragma once
+
+#include <c10/core/SymIntArrayRef.h>
+#include <c10/util/SmallVector.h>
+
+#include "args.h"
+
+namespace attn_ext {
+
+using SymDimVector = c10::SmallVector<c10::SymInt, 5>;
+
+/// The sizes of a call, after broadcasting.
+struct SdpaSizes {
+  SymDimVector batch;     // the broadcast dims before the heads
+  bool has_heads;         // false where query, key and value are matrices: the outputs have no head dim then
+  c10::SymInt heads;      // of the output
+  c10::SymInt key_heads;  // of key and value; equal to heads without enable_gqa, broadcast included
+  c10::SymInt query_len, key_len, head_dim, value_dim;
+
+  /// (batch..., heads, tail...)
+  SymDimVector with_tail(std::initializer_list<c10::SymInt> tail) const;
+};
+
+/// Throws a c10::Error that says what was expected and what came.
+SdpaSizes check_args(const SdpaArgs& args);
+
+/// The gradients that come into a backward pass have the shape of what they are the gradient of.
+void check_grads(const SdpaOutputs& grads, const SdpaSizes& sizes);
+
+/// float32, or float64 for float64 inputs: of every sum, and of lse.
+at::ScalarType accumulation_dtype(at::ScalarType dtype);
+
+}  // namespace attn_ext

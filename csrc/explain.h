@@ -1,0 +1,26 @@
+// Which way a call would take, and why, without computing anything.
+#pragma once
+
+#include <attn_ext/attn_ext.h>
+
+#include <cstdint>
+#include <string>
+
+#include "args.h"
+
+namespace attn_ext {
+
+struct Explanation {
+  std::string path;        // the backend: "aten"
+  std::string capability;  // the instruction set, or the device's type where that is not the CPU
+  int64_t block_rows;      // query rows worked on at once
+  int64_t block_keys;      // keys worked on at once
+  int64_t packed_bytes;    // of key and value in another layout or dtype
+  int64_t scratch_bytes;   // beyond inputs, outputs and what is packed
+  std::string reason;
+};
+
+/// Throws what the call itself would throw.
+ATTN_EXT_API Explanation explain(const SdpaArgs& args);
+
+}  // namespace attn_ext

@@ -1,0 +1,88 @@
+"""Drives CMake. The C++ build is described in CMakeLists.txt, everything else in pyproject.toml.
+
+Environment variables that a build heeds:
+    ATTN_EXT_TORCH_DIR            the torch folder to build against, instead of the one found
+    ATTN_EXT_WERROR=ON            every C++ warning is an error
+    CXX                           the compiler
+    CMAKE_ARGS                    more arguments for CMake, such as -DCMAKE_BUILD_TYPE=Debug
+    CMAKE_BUILD_PARALLEL_LEVEL    how many compilers run at once; by default what cores and memory allow
+"""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "build_backend"))
+
+import attn_ext_build as backend  # noqa: E402
+
+GIGABYTES_PER_JOB = 2  # one C++ file with torch's headers
+
+
+def jobs() -> int:
+    """As many compilers at once as there are cores and memory for."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return max(1, min(len(os.sched_getaffinity(0)), int(memory / GIGABYTES_PER_JOB)))
+
+
+class CMakeBuild(build_ext):
+    """Configures, builds and installs with CMake, into the package's own folder."""
+
+    def run(self) -> None:
+        backend.check_build_requirements()
+        torch = backend.find_torch()
+        in_place = self.inplace or getattr(self, "editable_mode", False)
+        package = (ROOT if in_place else Path(self.build_lib).resolve()) / "attn_ext"
+        # A folder for each Python and torch, so that a change of either never mixes objects of both.
+        build = Path(self.build_temp).resolve() / f"torch-{torch.version}"
+        beside_torch = "$ORIGIN/../../torch/lib"
+        cmake = backend.find_cmake()
+        self.check_run(
+            [cmake, "-S", ROOT, "-B", build, "-G", "Ninja"],
+            [f"-DCMAKE_MAKE_PROGRAM={backend.find_tool('ninja')}"],
+            ["-DATTN_EXT_PYTHON=ON", f"-DPython_EXECUTABLE={sys.executable}"],
+            [f"-DATTN_EXT_TORCH_DIR={torch.directory}"],
+            [f"-DATTN_EXT_TORCH_RPATH={Path(torch.directory, 'lib') if in_place else beside_torch}"],
+            [f"-DATTN_EXT_WERROR={os.environ.get('ATTN_EXT_WERROR', 'OFF')}"],
+            ["-DCMAKE_INSTALL_LIBDIR=lib"],
+            shlex.split(os.environ.get("CMAKE_ARGS", "")),
+        )
+        parallel = [] if "CMAKE_BUILD_PARALLEL_LEVEL" in os.environ else ["--parallel", jobs()]
+        self.check_run([cmake, "--build", build], parallel)
+        for generated in ("lib", "include"):
+            shutil.rmtree(package / generated, ignore_errors=True)
+        self.check_run([cmake, "--install", build, "--prefix", package])
+
+    def check_run(self, *parts: list) -> None:
+        """Runs a command; its own output says what went wrong."""
+        command = [str(word) for part in parts for word in part]
+        if subprocess.run(command, check=False).returncode != 0:
+            backend.fail("the build stopped at the message above, in: " + shlex.join(command))
+
+    def get_output_mapping(self) -> dict:
+        return {}
+
+    def get_outputs(self) -> list:
+        return []
+
+
+def dependencies() -> list:
+    """The minor version of torch that is built against: its C++ interface changes with each."""
+    torch = backend.find_torch()
+    if torch is None:  # only a source distribution gets this far
+        return [f"torch>={backend.dotted(backend.MINIMUM_TORCH)}"]
+    return [f"torch=={backend.dotted(backend.numbers(torch.version))}.*"]
+
+
+setup(
+    ext_modules=[Extension("attn_ext._C", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+    install_requires=dependencies(),
+)

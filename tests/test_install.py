@@ -1,0 +1,266 @@
+"""Installing and loading: against the torch that is there, and in one sentence where that cannot be."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import venv
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+import attn_ext
+from attn_ext import _version_check
+
+ROOT = Path(__file__).resolve().parent.parent
+MINOR = ".".join(torch.__version__.split(".")[:2])
+OTHER_TORCH = "1.99.0"
+
+pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs the source tree")
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    """The build backend, imported as pip does."""
+    monkeypatch.syspath_prepend(str(ROOT / "build_backend"))
+    import attn_ext_build
+
+    return attn_ext_build
+
+
+def run(*command, **options):
+    return subprocess.run([str(word) for word in command], capture_output=True, text=True, **options)
+
+
+def fake_torch(folder: Path, version: str) -> Path:
+    (folder / "torch").mkdir(parents=True)
+    (folder / "torch" / "version.py").write_text(f"__version__ = '{version}'\n")
+    return folder / "torch"
+
+
+# Loading under another torch
+
+
+def test_a_build_loads_under_any_patch_release_of_its_torch(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", f"{MINOR}.99+local")
+    _version_check.check_build()
+
+
+def test_another_torch_is_refused_in_one_sentence_before_anything_is_loaded():
+    loading = (
+        "import sys, torch\n"
+        f"torch.__version__ = '{OTHER_TORCH}'\n"
+        "try:\n"
+        "    import attn_ext\n"
+        "except ImportError as error:\n"
+        "    print(error)\n"
+        "assert 'libattn_ext' not in open('/proc/self/maps').read()\n"
+    )
+    result = run(sys.executable, "-c", loading, cwd=ROOT / "tests")
+    assert result.returncode == 0, result.stderr
+    (sentence,) = result.stdout.splitlines()
+    assert re.match(
+        rf"attn_ext was built against torch {MINOR}\.\S+ and cannot be loaded under torch {OTHER_TORCH}: "
+        r"run `python -m pip install .*`\.$",
+        sentence,
+    )
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        ({"url": ROOT.as_uri(), "dir_info": {}}, f"--no-deps --force-reinstall --no-cache-dir {ROOT}"),
+        (
+            {"url": ROOT.as_uri(), "dir_info": {"editable": True}},
+            f"--no-deps --no-build-isolation -e {ROOT}",
+        ),
+        (
+            {"url": "https://forge.example/attn_ext", "vcs_info": {"vcs": "git", "commit_id": "abc"}},
+            "--no-deps --force-reinstall --no-cache-dir 'attn_ext @ git+https://forge.example/attn_ext@abc'",
+        ),
+        ({"url": "file:///gone/attn_ext", "dir_info": {}}, "'torch==2.12.*'"),
+        ({"url": "file:///wheels/attn_ext.whl", "archive_info": {}}, "'torch==2.12.*'"),
+        ({}, "'torch==2.12.*'"),
+    ],
+    ids=["folder", "editable", "git", "folder that is gone", "wheel", "unknown"],
+)
+def test_the_command_that_mends_it_fits_where_the_package_came_from(monkeypatch, origin, command):
+    monkeypatch.setattr(_version_check, "_origin", lambda: origin)
+    assert _version_check._mend("2.12.1") == f"python -m pip install {command}"
+
+
+def test_an_unbuilt_source_tree_says_how_to_build_it(tmp_path):
+    shutil.copytree(
+        Path(attn_ext.__file__).parent,
+        tmp_path / "attn_ext",
+        ignore=shutil.ignore_patterns("_build_info.py", "__pycache__", "*.so", "lib"),
+    )
+    # An editable install adds a finder that would lend its own modules to this copy.
+    loading = (
+        "import sys\n"
+        "sys.meta_path = [f for f in sys.meta_path if 'editable' not in getattr(f, '__module__', '')]\n"
+        "import attn_ext\n"
+    )
+    result = run(sys.executable, "-c", loading, cwd=tmp_path)
+    assert result.stderr.splitlines()[-1] == (
+        f"ImportError: {tmp_path}/attn_ext is the source of attn_ext, not built: run `python -m pip install "
+        f"--no-build-isolation -e {tmp_path}`, or start Python elsewhere to use an installed one."
+    )
+
+
+# What a build asks for
+
+
+def test_a_build_asks_for_no_torch_where_there_is_one(backend, monkeypatch, tmp_path):
+    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(backend, "site_folders", lambda: [str(tmp_path)])
+    fake_torch(tmp_path, "2.12.1+cu130")
+    assert backend.find_torch() == (str(tmp_path / "torch"), "2.12.1+cu130")
+    assert not [r for r in backend.get_requires_for_build_wheel() if r.startswith("torch")]
+
+
+def test_a_build_asks_for_a_fixed_torch_where_there_is_none(backend, monkeypatch, tmp_path):
+    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(backend, "site_folders", lambda: [str(tmp_path)])
+    assert "torch==2.13.0" in backend.get_requires_for_build_wheel()
+
+
+def test_attn_ext_torch_dir_rules(backend, monkeypatch, tmp_path):
+    chosen = fake_torch(tmp_path, "2.11.0")
+    monkeypatch.setenv("ATTN_EXT_TORCH_DIR", str(chosen))
+    assert backend.find_torch() == (str(chosen), "2.11.0")
+
+
+# What a build lacks
+
+
+def sentence_of_failure(backend) -> str:
+    with pytest.raises(SystemExit) as failure:
+        backend.check_build_requirements()
+    return str(failure.value)
+
+
+def test_too_old_a_torch(backend, monkeypatch, tmp_path):
+    monkeypatch.setenv("ATTN_EXT_TORCH_DIR", str(fake_torch(tmp_path, "2.10.2")))
+    assert sentence_of_failure(backend) == (
+        f"attn_ext: torch 2.11 or later is needed; {tmp_path}/torch is torch 2.10.2. "
+        "Upgrade it: python -m pip install 'torch==2.13.0'"
+    )
+
+
+def test_too_old_a_python(backend, monkeypatch):
+    monkeypatch.setattr(sys, "version_info", (3, 9, 1))
+    assert sentence_of_failure(backend).startswith("attn_ext: Python 3.10 or later is needed; this is ")
+
+
+def test_no_compiler(backend, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert sentence_of_failure(backend).startswith("attn_ext: no C++ compiler was found")
+
+
+def test_a_compiler_that_cxx_names_and_is_not_there(backend, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler -O2")
+    assert "(looked for no-such-compiler)" in sentence_of_failure(backend)
+
+
+def test_no_ninja_and_no_cmake(backend, monkeypatch):
+    monkeypatch.setattr(backend, "find_tool", lambda name: None)
+    assert sentence_of_failure(backend) == (
+        "attn_ext: the build needs cmake and ninja: python -m pip install cmake ninja"
+    )
+
+
+def test_pip_shows_the_sentence_and_no_traceback(tmp_path):
+    old = fake_torch(tmp_path, "2.10.2")
+    result = run(
+        *(sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", tmp_path, ROOT),
+        env={**os.environ, "ATTN_EXT_TORCH_DIR": str(old)},
+    )
+    assert result.returncode == 1
+    assert "attn_ext: torch 2.11 or later is needed" in result.stdout + result.stderr
+    assert "Traceback" not in result.stdout + result.stderr
+
+
+# Real builds, in fresh environments
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """A copy of the source tree in which nothing is built."""
+    copy = tmp_path_factory.mktemp("sources") / "attn_ext"
+    files = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT, check=True)
+    for name in filter(None, files.stdout.split("\0")):
+        if (ROOT / name).exists():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, copy / name)
+    return copy
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """The Python of a new virtual environment that has pip and nothing else."""
+    venv.create(tmp_path / "env", with_pip=True)
+    python = tmp_path / "env" / "bin" / "python"
+    probe = run(
+        *(python, "-m", "pip", "download", "--no-deps", "--dest", tmp_path / "probe", "setuptools>=77")
+    )
+    if probe.returncode != 0:
+        pytest.skip("no package index is in reach")
+    return python
+
+
+def site_packages(python: Path) -> Path:
+    (folder,) = python.parent.parent.glob("lib/python*/site-packages")
+    return folder
+
+
+def requirement_of_torch(folder: Path) -> list[str]:
+    (distribution,) = metadata.distributions(name="attn_ext", path=[str(folder)])
+    return [r for r in distribution.requires or [] if r.startswith("torch")]
+
+
+def link_this_torch(python: Path) -> Path:
+    """Puts this environment's packages into another one by links; a replaced torch would be one no more."""
+    ours = Path(torch.__file__).parent.parent
+    theirs = site_packages(python)
+    for package in ours.iterdir():
+        unwanted = package.name.startswith(("attn_ext", "__editable__")) or package.suffix == ".pth"
+        if not unwanted and not (theirs / package.name).exists():
+            (theirs / package.name).symlink_to(package)
+    return theirs / "torch"
+
+
+@pytest.mark.slow
+def test_an_isolated_install_builds_against_the_torch_that_is_there_and_keeps_it(
+    environment, sources, tmp_path
+):
+    there = link_this_torch(environment)
+    run(environment, "-m", "pip", "install", sources, check=True)
+    assert there.is_symlink()
+    assert requirement_of_torch(site_packages(environment)) == [f"torch=={MINOR}.*"]
+    using = "import torch, attn_ext; q = torch.ones(2, 3, 4); print(attn_ext.sdpa(q, q, q).sum().item())"
+    result = run(environment, "-c", using, cwd=tmp_path, check=True)
+    assert float(result.stdout) == 24.0
+
+
+@pytest.mark.slow
+def test_an_isolated_build_without_torch_brings_one_and_requires_its_minor_version(
+    environment, sources, tmp_path
+):
+    wheels = tmp_path / "wheels"
+    run(environment, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", wheels, sources, check=True)
+    (wheel,) = wheels.glob("attn_ext-*.whl")
+    shutil.unpack_archive(wheel, tmp_path / "unpacked", "zip")
+    assert requirement_of_torch(tmp_path / "unpacked") == ["torch==2.13.*"]
+
+
+def test_the_version_is_that_of_the_metadata():
+    assert attn_ext.__version__ == metadata.version("attn_ext")
+
+
+def test_the_package_is_typed():
+    assert (Path(attn_ext.__file__).parent / "py.typed").exists()

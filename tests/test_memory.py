@@ -1,0 +1,144 @@
+"""Memory: no call holds a tensor of Lq x Lk numbers unless weights are asked for.
+
+Each case runs in a process of its own and reports by how much its peak resident memory grew over
+what it held before the call: on the CPU, where all is counted.
+"""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+MIB = 2**20
+
+
+def scores(heads, length):
+    """MiB of (heads, length, length) float32 numbers."""
+    return heads * length * length * 4 / MIB
+
+
+PROGRAM = """
+import resource
+import torch, attn_ext
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+def call(length):
+    shape = (1, {heads}, length, 16)
+    query, key, value = (torch.randn(shape, requires_grad={requires_grad}) for _ in range(3))
+    options = dict({options})
+    before = peak()
+    result = torch.ops.attn_ext.{op}(query, key, value, **options)
+    output = result if isinstance(result, torch.Tensor) else sum(t.sum() for t in result)
+    if {requires_grad}:
+        output.sum().backward()
+    return peak() - before
+
+torch.manual_seed(0)
+call(256)
+print(call({length}))
+"""
+
+# What the call is, its op, its options as Python text, and whether its backward runs
+CALLS = {
+    "forward": ("sdpa", "", False),
+    "causal": ("sdpa", "is_causal=True", False),
+    "padding": ("sdpa", "attn_mask=torch.arange(length) < length - 9", False),
+    "lse": ("sdpa_with_lse", "", False),
+    "key_mass": ("sdpa_with_key_mass", "", False),
+    "dropout": ("sdpa", "dropout_p=0.1", False),
+    "backward": ("sdpa", "", True),
+    "backward_with_dropout": ("sdpa", "dropout_p=0.1", True),
+    "backward_with_softcap": ("sdpa", "softcap=5.0", True),
+    "backward_of_lse": ("sdpa_with_lse", "is_causal=True", True),
+    "backward_of_key_mass": ("sdpa_with_key_mass", "", True),
+    "mask_gradient": (
+        "sdpa",
+        "attn_mask=torch.zeros(1, length, requires_grad=True)",
+        True,
+    ),
+    "mask_gradient_of_rows": (
+        "sdpa",
+        "attn_mask=torch.zeros(length, 1, requires_grad=True)",
+        True,
+    ),
+}
+
+
+def printed(program):
+    """What a fresh process that runs the program prints, in MiB."""
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(result.stdout) / MIB
+
+
+def peak_growth(op, options, requires_grad, heads, length):
+    """MiB by which the peak of a fresh process grows during the call."""
+    return printed(
+        PROGRAM.format(op=op, options=options, requires_grad=requires_grad, heads=heads, length=length)
+    )
+
+
+def test_the_measure_sees_the_weights():
+    """The same program does show Lq x Lk numbers where they are asked for."""
+    assert peak_growth("sdpa_with_weights", "", False, 8, 4096) >= scores(8, 4096)
+
+
+@pytest.mark.parametrize("name", ["forward", "mask_gradient"])
+def test_no_scores_are_held(name):
+    assert peak_growth(*CALLS[name], 8, 4096) < scores(8, 4096) / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CALLS)
+def test_no_scores_are_held_at_length(name):
+    assert peak_growth(*CALLS[name], 4, 8192) < scores(4, 8192) / 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", ["sdpa", "sdpa_with_key_mass"])
+def test_second_derivative_holds_no_scores(op):
+    program = f"""
+    import resource
+    import torch, attn_ext
+
+    def peak():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def call(length):
+        inputs = [torch.randn(1, 4, length, 16, requires_grad=True) for _ in range(3)]
+        before = peak()
+        result = torch.ops.attn_ext.{op}(*inputs)
+        output = result if isinstance(result, torch.Tensor) else sum(t.sum() for t in result)
+        grads = torch.autograd.grad(output.square().sum(), inputs, create_graph=True)
+        torch.autograd.grad(sum(g.square().sum() for g in grads), inputs)
+        return peak() - before
+
+    call(256)
+    print(call(8192))
+    """
+    assert printed(program) < scores(4, 8192) / 4
+
+
+@pytest.mark.slow
+def test_mask_is_never_expanded():
+    """A mask of one head and batch, for 16 of them, is read in place."""
+    program = """
+    import resource
+    import torch, attn_ext
+
+    def peak():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def call(query, mask):
+        before = peak()
+        torch.ops.attn_ext.sdpa(query, query, query, mask)
+        return peak() - before
+
+    query, mask = torch.randn(4, 8, 4096, 16), torch.zeros(4096, 4096)
+    call(query[..., :64, :], mask[:64, :64])
+    print(call(query, mask))
+    """
+    assert printed(program) < scores(32, 4096) / 4

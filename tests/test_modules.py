@@ -1,0 +1,412 @@
+"""The attention modules: shapes, masks, dropout, projections, and every way to carry them elsewhere."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from attn_ext import CrossAttention, MultiHeadAttention, ScaledDotProductAttention, SelfAttention, reference
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+
+X = (2, 5, 16)
+
+# name: (module, shapes of the inputs of its forward)
+MODULES = {
+    "scaled_dot_product": (ScaledDotProductAttention, [(2, 4, 5, 8), (2, 4, 7, 8), (2, 4, 7, 6)]),
+    "self": (lambda: SelfAttention(16), [X]),
+    "self_dims_bias": (lambda: SelfAttention(16, head_dim=24, value_dim=28, bias=True), [X]),
+    "self_unbatched": (lambda: SelfAttention(16), [(5, 16)]),
+    "self_two_batch_dims": (lambda: SelfAttention(16), [(3, 2, 5, 16)]),
+    "cross": (lambda: CrossAttention(16), [X, (2, 7, 16)]),
+    "cross_context_dim": (lambda: CrossAttention(16, 12, head_dim=8), [X, (2, 7, 12)]),
+    "cross_unbatched": (lambda: CrossAttention(16), [(5, 16), (7, 16)]),
+    "multi_head": (lambda: MultiHeadAttention(16, 4), [X]),
+    "multi_head_no_bias": (lambda: MultiHeadAttention(16, 4, bias=False), [X]),
+    "multi_head_unbatched": (lambda: MultiHeadAttention(16, 4), [(5, 16)]),
+    "multi_head_two_batch_dims": (lambda: MultiHeadAttention(16, 4), [(3, 2, 5, 16)]),
+    "multi_head_cross": (lambda: MultiHeadAttention(16, 4), [X, (2, 7, 16), (2, 7, 16)]),
+    "multi_head_grouped": (lambda: MultiHeadAttention(16, 4, num_kv_heads=2), [X]),
+    "multi_head_one_kv_head": (lambda: MultiHeadAttention(16, 4, num_kv_heads=1), [X]),
+    "multi_head_odd_dims": (lambda: MultiHeadAttention(16, 3, head_dim=5, value_dim=7), [X]),
+    "multi_head_no_out_proj": (lambda: MultiHeadAttention(16, 4, out_proj=False), [X]),
+    "multi_head_key_value_dims": (
+        lambda: MultiHeadAttention(16, 4, key_dim=12, value_in_dim=10),
+        [X, (2, 7, 12), (2, 7, 10)],
+    ),
+}
+
+
+@pytest.fixture(params=MODULES)
+def case(request, device) -> tuple[nn.Module, list[Tensor]]:
+    """A module and inputs for it."""
+    make, shapes = MODULES[request.param]
+    return make().to(device), [torch.randn(shape, device=device) for shape in shapes]
+
+
+def oracle(module: nn.Module, *inputs: Tensor, **options) -> tuple[Tensor, Tensor]:
+    """Output and weights by the module's projections and the reference."""
+    if isinstance(module, ScaledDotProductAttention):
+        projected = inputs
+    elif isinstance(module, MultiHeadAttention):
+        query, key, value = [*inputs, *[inputs[-1]] * (3 - len(inputs))]
+        projected = module.project(query, key, value)
+        options["enable_gqa"] = True
+    else:
+        projected = module.project(*inputs)
+    output, weights = reference.sdpa_with_weights(*projected, **options)
+    output, weights = output.to(inputs[0]), weights.to(inputs[0])
+    if isinstance(module, MultiHeadAttention):
+        output = module.out_proj(output.transpose(-3, -2).flatten(-2))
+    return output, weights
+
+
+def needs_weights(module: nn.Module) -> dict[str, bool]:
+    return {} if isinstance(module, ScaledDotProductAttention) else {"need_weights": True}
+
+
+class TestEveryModule:
+    def test_agrees_with_the_reference(self, case):
+        module, inputs = case
+        assert_close(module(*inputs, **needs_weights(module)), oracle(module, *inputs))
+
+    def test_weights_only_on_request(self, case):
+        module, inputs = case
+        output, weights = module(*inputs)
+        if isinstance(module, ScaledDotProductAttention):
+            assert weights is not None
+        else:
+            assert weights is None
+        assert_close(output, module(*inputs, **needs_weights(module))[0])
+
+    def test_keeps_weights_where_asked(self, case):
+        module, inputs = case
+        module(*inputs)
+        assert module.last_weights is None
+        module.keep_weights = True
+        module(*inputs)
+        assert not module.last_weights.requires_grad
+        assert_close(module.last_weights, module(*inputs, **needs_weights(module))[1].detach())
+        assert copy.deepcopy(module).last_weights is not None
+
+    def test_bool_mask_true_is_masked_out(self, case):
+        module, inputs = case
+        mask = torch.rand(inputs[0].shape[-2], inputs[-1].shape[-2], device=inputs[0].device) < 0.4
+        mask[1] = True  # a query that sees nothing
+        actual = module(*inputs, mask=mask, **needs_weights(module))
+        assert_close(actual, oracle(module, *inputs, attn_mask=~mask))
+        assert actual[1][..., 1, :].eq(0).all()
+
+    def test_floating_mask_is_added(self, case):
+        module, inputs = case
+        mask = torch.randn(inputs[0].shape[-2], inputs[-1].shape[-2], device=inputs[0].device)
+        mask[:, 2] = -torch.inf
+        actual = module(*inputs, mask=mask, **needs_weights(module))
+        assert_close(actual, oracle(module, *inputs, attn_mask=mask))
+
+    def test_mask_of_integers_is_refused(self, case):
+        module, inputs = case
+        mask = torch.zeros(inputs[0].shape[-2], inputs[-1].shape[-2], dtype=torch.int64)
+        with pytest.raises(ValueError, match=r"mask must be bool .* or floating"):
+            module(*inputs, mask=mask.to(inputs[0].device))
+
+    def test_gradients_reach_inputs_and_parameters(self, case):
+        module, inputs = case
+        for x in inputs:
+            x.requires_grad_()
+        output, _ = module(*inputs)
+        wanted = [*inputs, *module.parameters()]
+        cotangent = torch.randn_like(output)
+        actual = torch.autograd.grad(output, wanted, cotangent)
+        expected = torch.autograd.grad(oracle(module, *inputs)[0], wanted, cotangent)
+        assert_close(actual, expected, atol=2e-5, rtol=2e-5)
+
+    def test_deepcopy_and_pickle(self, case):
+        module, inputs = case
+        for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            assert_close(twin(*inputs), module(*inputs))
+
+    def test_script_saved_and_loaded(self, case):
+        module, inputs = case
+        file = io.BytesIO()
+        torch.jit.save(torch.jit.script(module), file)
+        file.seek(0)
+        loaded = torch.jit.load(file)
+        assert_close(loaded(*inputs, **needs_weights(module)), module(*inputs, **needs_weights(module)))
+        loaded.keep_weights = True
+        loaded(*inputs)
+        assert_close(loaded.last_weights, module(*inputs, **needs_weights(module))[1].detach())
+
+    def test_script_with_masks(self, case):
+        module, inputs = case
+        mask = torch.rand(inputs[0].shape[-2], inputs[-1].shape[-2], device=inputs[0].device) < 0.3
+        scripted = torch.jit.script(module)
+        assert_close(scripted(*inputs, mask=mask), module(*inputs, mask=mask))
+
+    def test_state_dict_round_trip(self, case):
+        module, inputs = case
+        twin = copy.deepcopy(module)
+        for parameter in twin.parameters():
+            nn.init.zeros_(parameter)
+        twin.load_state_dict(module.state_dict())
+        assert_close(twin(*inputs), module(*inputs))
+
+    def test_compiles_without_graph_breaks(self, case):
+        module, inputs = case
+        torch.compiler.reset()
+        compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+        assert_close(compiled(*inputs), module(*inputs))
+
+    def test_compiled_module_keeps_weights(self, case):
+        module, inputs = case
+        module.keep_weights = True
+        torch.compiler.reset()
+        torch.compile(module, backend="aot_eager", fullgraph=True)(*inputs)
+        assert_close(module.last_weights, module(*inputs, **needs_weights(module))[1].detach())
+
+    def test_exports(self, case):
+        module, inputs = case
+        program = torch.export.export(module, tuple(inputs))
+        assert_close(program.module()(*inputs), module(*inputs))
+
+    def test_float64_and_low_precision(self, case):
+        module, inputs = case
+        expected = module.double()(*(x.double() for x in inputs))[0]
+        for dtype, tolerance in ((torch.bfloat16, 5e-2), (torch.float16, 1e-2)):
+            low = copy.deepcopy(module).to(dtype)(*(x.to(dtype) for x in inputs))[0]
+            assert low.dtype == dtype
+            assert_close(low.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+class TestDropout:
+    @pytest.fixture(params=["scaled_dot_product", "self", "cross", "multi_head"])
+    def case(self, request, device):
+        make = {
+            "scaled_dot_product": lambda: ScaledDotProductAttention(dropout=0.5),
+            "self": lambda: SelfAttention(16, dropout=0.5),
+            "cross": lambda: CrossAttention(16, dropout=0.5),
+            "multi_head": lambda: MultiHeadAttention(16, 4, dropout=0.5),
+        }[request.param]
+        _, shapes = MODULES[request.param]
+        return make().to(device), [torch.randn(shape, device=device) for shape in shapes]
+
+    def test_acts_in_training(self, case):
+        module, inputs = case
+        weights = module(*inputs, **needs_weights(module))[1]
+        assert weights.eq(0).any()
+        assert_close(weights[weights != 0], 2 * oracle(module, *inputs)[1][weights != 0])
+
+    def test_does_not_act_in_evaluation(self, case):
+        module, inputs = case
+        assert_close(module.eval()(*inputs, **needs_weights(module)), oracle(module, *inputs))
+
+    def test_acts_in_a_scripted_module_in_training_only(self, case):
+        module, inputs = case
+        scripted = torch.jit.script(module)
+        assert scripted(*inputs, **needs_weights(module))[1].eq(0).any()
+        assert_close(scripted.eval()(*inputs)[0], oracle(module, *inputs)[0])
+
+    @pytest.mark.parametrize("dropout", [-0.1, 1.5, float("nan")])
+    def test_outside_of_zero_to_one_is_refused(self, dropout):
+        for make in (ScaledDotProductAttention, lambda dropout: SelfAttention(4, dropout=dropout)):
+            with pytest.raises(ValueError, match=r"dropout must lie in \[0, 1\], got"):
+                make(dropout)
+
+
+class TestKeyPaddingMask:
+    @pytest.fixture
+    def x(self, device) -> Tensor:
+        return torch.randn(X, device=device)
+
+    @pytest.fixture
+    def padding(self, device) -> Tensor:
+        return torch.arange(5, device=device) >= torch.tensor([[5], [3]], device=device)  # True = ignored
+
+    @pytest.mark.parametrize("make", [lambda: SelfAttention(16), lambda: MultiHeadAttention(16, 4)])
+    def test_ignored_keys_have_no_influence(self, x, padding, make):
+        module = make().to(x.device)
+        output, weights = module(x, key_padding_mask=padding, need_weights=True)
+        assert weights[1][..., 3:].eq(0).all()
+        assert_close(output[1, :3], module(x[1, :3])[0])
+        assert_close(output[0], module(x[0])[0])
+
+    def test_cross_attention_ignores_context(self, x, padding):
+        module = CrossAttention(16).to(x.device)
+        output, _ = module(x[:, :2], x, key_padding_mask=padding)
+        assert_close(output[1], module(x[1, :2], x[1, :3])[0])
+
+    @pytest.mark.parametrize("floating", [False, True])
+    @pytest.mark.parametrize(
+        "shape", [(5, 5), (2, 1, 5, 5), (2, 1, 1, 5), (1, 4, 5, 5), (8, 5, 5), (1, 5, 5)]
+    )
+    @pytest.mark.parametrize("kind", ["bool", "float"])
+    def test_joins_with_any_mask(self, x, padding, shape, kind, floating):
+        module = MultiHeadAttention(16, 4).to(x.device)
+        mask = (
+            torch.rand(shape, device=x.device) < 0.3
+            if kind == "bool"
+            else torch.randn(shape, device=x.device)
+        )
+        if floating:
+            padding = torch.zeros(padding.shape, device=x.device).masked_fill(padding, -torch.inf)
+        visible = ~(padding == -torch.inf if floating else padding)[:, None, None]
+        full = mask.unflatten(0, (2, 4)) if shape == (8, 5, 5) else mask
+        bias = torch.zeros(2, 4, 5, 5, device=x.device).masked_fill(~visible, -torch.inf)
+        bias = bias.masked_fill(full, -torch.inf) if kind == "bool" else bias + full
+        actual = module(x, mask=mask, key_padding_mask=padding, need_weights=True)
+        assert_close(actual, oracle(module, x, attn_mask=bias))
+        scripted = torch.jit.script(module)
+        assert_close(scripted(x, mask=mask, key_padding_mask=padding, need_weights=True), actual)
+
+    def test_joint_mask_is_no_larger_than_the_two_broadcast(self, padding):
+        from attn_ext.modules._masks import to_attn_mask
+
+        over_keys = padding[:, None, None]
+        assert to_attn_mask(None, over_keys).shape == (2, 1, 1, 5)
+        assert to_attn_mask(torch.zeros_like(over_keys), over_keys).shape == (2, 1, 1, 5)
+        assert to_attn_mask(torch.zeros(5, 5, device=padding.device), over_keys).shape == (2, 1, 5, 5)
+        floating = torch.zeros(4, 1, 1, device=padding.device)
+        assert to_attn_mask(floating, None) is floating
+
+    def test_learned_bias_gets_a_gradient_in_its_own_shape(self, x, padding):
+        module = MultiHeadAttention(16, 4).to(x.device)
+        bias = torch.randn(1, 4, 5, 5, device=x.device, requires_grad=True)
+        module(x, mask=bias, key_padding_mask=padding)[0].sum().backward()
+        assert bias.grad.shape == bias.shape
+        assert bias.grad.abs().sum() > 0
+
+
+class TestCausal:
+    @pytest.mark.parametrize("make", [lambda: SelfAttention(16), lambda: MultiHeadAttention(16, 4)])
+    def test_is_the_triangular_mask(self, device, make):
+        module, x = make().to(device), torch.randn(X, device=device)
+        above = torch.ones(5, 5, dtype=torch.bool, device=device).triu(1)
+        actual = module(x, is_causal=True, need_weights=True)
+        assert_close(actual, module(x, mask=above, need_weights=True))
+
+    def test_applies_together_with_masks(self, device):
+        module, x = MultiHeadAttention(16, 4).to(device), torch.randn(X, device=device)
+        above = torch.ones(5, 5, dtype=torch.bool, device=device).triu(1)
+        padding = torch.arange(5, device=device).expand(2, 5) < 1
+        actual = module(x, key_padding_mask=padding, is_causal=True, need_weights=True)
+        assert_close(actual, module(x, mask=above, key_padding_mask=padding, need_weights=True))
+        assert actual[1][:, :, 0].eq(0).all()  # the first row sees nothing
+
+
+class TestMultiHeadAttention:
+    def test_average_weights_is_the_mean_over_heads(self, device):
+        module, x = MultiHeadAttention(16, 4).to(device), torch.randn(X, device=device)
+        weights = module(x, need_weights=True)[1]
+        average = module(x, need_weights=True, average_weights=True)[1]
+        assert_close(average, weights.mean(1))
+        assert module(x, average_weights=True)[1] is None
+
+    def test_mask_of_three_dims_that_is_ambiguous_is_refused(self, device):
+        module = MultiHeadAttention(16, 2).to(device)
+        mask = torch.zeros(2, 5, 5, dtype=torch.bool, device=device)  # a mask a sequence, or one a head?
+        with pytest.raises(ValueError, match=r"1 or batch \* heads = 4, got 2: pass \(batch, 1, Lq, Lk\)"):
+            module(torch.randn(X, device=device), mask=mask)
+
+    def test_shared_projection(self, device):
+        module, x = MultiHeadAttention(16, 4).to(device), torch.randn(X, device=device)
+        module.key_proj = module.query_proj
+        expected = oracle(module, x)
+        assert_close(module(x, need_weights=True), expected)
+        assert_close(torch.jit.script(module)(x, need_weights=True), expected)
+        twin = copy.deepcopy(module)
+        assert twin.key_proj is twin.query_proj
+
+    def test_value_dim_of_zero_is_not_the_default(self, device):
+        with pytest.warns(UserWarning, match="zero-element"):
+            module = MultiHeadAttention(16, 4, value_dim=0).to(device)
+        output, _ = module(torch.randn(X, device=device))
+        assert_close(output, module.out_proj.bias.expand(X))
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"num_heads": 3}, r"num_heads must divide embed_dim, got embed_dim=16, num_heads=3"),
+            ({"num_heads": 0}, r"at least one head, got num_heads=0"),
+            ({"num_heads": 4, "num_kv_heads": 0}, r"at least one head, got num_heads=4, num_kv_heads=0"),
+            (
+                {"num_heads": 4, "num_kv_heads": 3},
+                r"num_kv_heads must divide num_heads, got num_heads=4, num_kv_heads=3",
+            ),
+        ],
+    )
+    def test_bad_heads_are_refused(self, arguments, message):
+        with pytest.raises(ValueError, match=message):
+            MultiHeadAttention(16, **arguments)
+
+    @pytest.mark.parametrize(
+        ("module", "expected"),
+        [
+            (MultiHeadAttention(16, 4), "num_heads=4, head_dim=4, dropout=0.0"),
+            (
+                MultiHeadAttention(16, 4, num_kv_heads=2, value_dim=5, dropout=0.1),
+                "num_heads=4, num_kv_heads=2, head_dim=4, value_dim=5, dropout=0.1",
+            ),
+            (SelfAttention(16, dropout=0.1), "dropout=0.1"),
+            (CrossAttention(16), "dropout=0.0"),
+            (ScaledDotProductAttention(0.2), "dropout=0.2"),
+        ],
+    )
+    def test_readable_repr(self, module, expected):
+        assert module.extra_repr() == expected
+        assert expected in repr(module)
+
+
+class TestFromTorch:
+    @pytest.mark.parametrize("bias", [True, False])
+    @pytest.mark.parametrize("batch_first", [True, False])
+    @pytest.mark.parametrize(("kdim", "vdim"), [(None, None), (12, 10)])
+    def test_gives_the_same_output_and_weights(self, device, bias, batch_first, kdim, vdim):
+        theirs = nn.MultiheadAttention(16, 4, bias=bias, batch_first=batch_first, kdim=kdim, vdim=vdim).to(
+            device
+        )
+        for parameter in theirs.parameters():
+            nn.init.normal_(parameter, std=0.3)  # biases too: they begin as zeros
+        ours = MultiHeadAttention.from_torch(theirs)
+        query = torch.randn(2, 5, 16, device=device)
+        key = torch.randn(2, 7, kdim or 16, device=device)
+        value = torch.randn(2, 7, vdim or 16, device=device)
+        if not batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        padding = torch.arange(7, device=device) >= torch.tensor([[7], [4]], device=device)
+        mask = torch.rand(8, 5, 7, device=device) < 0.3
+        mask[..., 0] = False
+        for options in ({}, {"key_padding_mask": padding}, {"mask": mask}, {"mask": mask[0]}):
+            renamed = {"attn_mask" if name == "mask" else name: mask for name, mask in options.items()}
+            expected = theirs(query, key, value, average_attn_weights=False, **renamed)
+            assert_close(ours(query, key, value, need_weights=True, **options), expected)
+            scripted = torch.jit.script(ours)
+            assert_close(scripted(query, key, value, need_weights=True, **options), expected)
+
+    def test_unbatched(self, device):
+        theirs = nn.MultiheadAttention(16, 4).to(device)
+        x = torch.randn(5, 16, device=device)
+        assert_close(MultiHeadAttention.from_torch(theirs)(x)[0], theirs(x, x, x)[0])
+
+    def test_copies_the_weights(self):
+        theirs = nn.MultiheadAttention(16, 4)
+        ours = MultiHeadAttention.from_torch(theirs)
+        before = ours.query_proj.weight.clone()
+        nn.init.zeros_(theirs.in_proj_weight)
+        assert_close(ours.query_proj.weight, before)
+
+    def test_takes_over_dtype_dropout_and_mode(self):
+        theirs = nn.MultiheadAttention(16, 4, dropout=0.3, dtype=torch.float64).eval()
+        ours = MultiHeadAttention.from_torch(theirs)
+        assert ours.dropout == 0.3
+        assert not ours.training
+        assert {parameter.dtype for parameter in ours.parameters()} == {torch.float64}
+        assert all(parameter.requires_grad for parameter in ours.parameters())
+
+    @pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])
+    def test_refuses_what_has_no_counterpart(self, option):
+        with pytest.raises(ValueError, match=f"{option}=True has no counterpart"):
+            MultiHeadAttention.from_torch(nn.MultiheadAttention(16, 4, **{option: True}))
