@@ -35,7 +35,8 @@ template <typename S>
 struct KeyPack {
   typename S::Operand* key_rows;    // (keys, key_stride)
   typename S::Operand* value_rows;  // (keys, value_stride)
-  typename S::Operand* key_depth;   // (depth of keys, key_depth_stride); 0 in place of NaN and Inf
+  typename S::Operand* key_depth;   // (depth of keys, padded D); 0 in place of NaN and Inf, centred where keys_centre
+  typename S::Accum* centre;        // (padded D)
   int64_t* has_bad_keys;
   int64_t* has_bad_values;
 };
@@ -79,6 +80,7 @@ KeyPack<S> take_key_pack(Arena& arena, const AttentionShape& shape, int64_t keys
   pack.key_rows = take<Operand>(arena, keys * row_stride_of<S>(shape.head_dim));
   pack.value_rows = take<Operand>(arena, keys * row_stride_of<S>(shape.value_dim));
   pack.key_depth = take<Operand>(arena, depth_of<typename S::Product>(keys) * padded_value_dim<S>(shape.head_dim));
+  pack.centre = take<typename S::Accum>(arena, padded_value_dim<S>(shape.head_dim));
   pack.has_bad_keys = take<int64_t>(arena, 1);
   pack.has_bad_values = take<int64_t>(arena, 1);
   return pack;
@@ -214,6 +216,41 @@ bool all_finite(const Matrix<Element>& m) {
   return finite && lane_sum<T>(residue) == 0;
 }
 
+// delta from an output rounded to 16 bits is off by some e, and with it dS of the whole row by e P: dQ by e times the
+// mean key. Where a row of dS sums to 0, dQ = dS (K - c) for any c, and with c close to the mean key e matters no more.
+template <typename S>
+ATTN_EXT_INLINE bool keys_centre(const BackwardParams& params) {
+  const ScoreRule& rule = params.rule;
+  return sizeof(typename S::Element) == 2 && !S::kNarrow && rule.mask_kind == ScalarKind::kNone &&
+         rule.sinks_kind == ScalarKind::kNone && rule.softcap == 0 && rule.window_left < 0 && rule.window_right < 0 &&
+         params.grad_lse.data == nullptr;
+}
+
+constexpr int64_t kCentreKeys = 256;
+
+// centre = the mean of the head's first keys, 0 where that is not finite.
+template <typename S>
+void set_centre(const BackwardParams& params, const KeyPack<S>& pack, int64_t batch, int64_t key_head) {
+  using T = typename S::Accum;
+  using Element = typename S::Element;
+  const int64_t dim = params.shape.head_dim, count = smaller(kCentreKeys, params.shape.key_len);
+  const Matrix<Element> key = rows_of<Element>(params.key, batch, key_head, 0, count, dim);
+  for (int64_t d = 0; d < padded_value_dim<S>(dim); d += S::kLane) {
+    Vec<T> sum = {};
+    for (int64_t j = 0; j < count; ++j) {
+      const Element* from = key.data + j * key.row_stride + d * key.column_stride;
+      Element block[kLanes<T>];
+      if (key.column_stride != 1 || d + S::kLane > dim) {
+        gather_block(key, j, 1, d, S::kLane, block);
+        from = block;
+      }
+      sum += load_compute(from);
+    }
+    const Vec<T> mean = sum * (static_cast<T>(1) / static_cast<T>(count));
+    store(pack.centre + d, mean - mean == Vec<T>{} ? mean : Vec<T>{});
+  }
+}
+
 template <typename S>
 void pack_key_block(const BackwardParams& params, const KeyPack<S>& pack, int64_t batch, int64_t key_head,
                     int64_t first, int64_t count) {
@@ -227,6 +264,14 @@ void pack_key_block(const BackwardParams& params, const KeyPack<S>& pack, int64_
   const int64_t width = padded_value_dim<S>(shape.head_dim);
   if (params.grad_query.data != nullptr) {
     pack_row_panels<Product>(key, 0, depth_of<Product>(count), width, pack.key_depth, 0);
+    if constexpr (!S::kNarrow) {
+      if (keys_centre<S>(params)) {
+        set_centre<S>(params, pack, batch, key_head);
+        for (int64_t i = 0; i < count * width; i += S::kLane) {
+          store(pack.key_depth + i, load(pack.key_depth + i) - load(pack.centre + i % width));
+        }
+      }
+    }
   }
   *pack.has_bad_values = !all_finite(value);
   *pack.has_bad_keys = !all_finite(key);
