@@ -46,6 +46,7 @@ def draw_bars(results: Sequence[Result], machine: Machine) -> "Figure":
     names = ordered_names(results)
     rows = max(len(group) for _, group in groups)
     height = rows * (len(names) * BAR_INCHES + GAP_INCHES) + 1.7
+    note: Any = {"ha": "center", "va": "center", "fontsize": 8, "color": FAINT_INK}
     style: Any = {
         "text.color": INK,
         "axes.labelcolor": FAINT_INK,
@@ -59,12 +60,15 @@ def draw_bars(results: Sequence[Result], machine: Machine) -> "Figure":
         for axes, (title, group) in zip(panels, groups, strict=True):
             _draw_panel(axes, group, names)
             axes.set_title(title, loc="left", fontsize=10, color=INK, pad=8)
+            if [_label(r) for r in group] == [_label(r) for r in groups[0][1]] and axes is not panels[0]:
+                axes.set_yticklabels([])
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(
             handles, labels, loc="outside lower center", ncols=len(names), frameon=False, fontsize=9
         )
-        figure.suptitle("How near attention comes to the limit of the machine", fontsize=12.5, color=INK)
-        figure.supxlabel(describe(machine), fontsize=7.5, color=FAINT_INK)
+        title = "How near attention comes to the limit of the machine"
+        figure.suptitle(f"{title}\n", fontsize=12.5, color=INK)
+        figure.text(0.5, 1 - 0.42 / figure.get_figheight(), describe(machine), **note)
     return figure
 
 
@@ -92,25 +96,21 @@ def _draw_panel(axes: "Axes", results: Sequence[Result], names: Sequence[str]) -
 
 
 def _share(result: Result, name: str) -> float:
-    """Of the limit; of the fastest where the call is too short for a limit to say anything."""
+    """Of the limit; of the fastest where nothing in the silicon bounds the call."""
     if name not in result.seconds:
         return 0.0
-    if _short(result):
+    if not result.bounded:
         return min(result.seconds.values()) / result.seconds[name]
     return result.fraction * result.seconds[OURS] / result.seconds[name]
 
 
-def _short(result: Result) -> bool:
-    return result.seconds[OURS] < 50e-6
-
-
 def _label(result: Result) -> str:
-    if _short(result):
-        return f"{result.cell}\nto the fastest"
-    return f"{result.cell}\nmemory" if result.memory_bound else result.cell
+    if not result.bounded:
+        return f"{result.cell}\n(of the fastest)"
+    return f"{result.cell}\n(of the read rate)" if result.memory_bound else result.cell
 
 
 def _write_ratio(axes: "Axes", result: Result, length: float, place: float) -> None:
     if result.ratio is not None:
-        text = f"{result.ratio:.1f} x" if result.ratio < 9.95 else f"{result.ratio:.0f} x"
+        text = f"{result.ratio:#.2g} x" if result.ratio < 9.95 else f"{result.ratio:.0f} x"
         axes.text(length + 0.012, place, text, va="center", fontsize=7.5, color=COLORS[OURS], weight="bold")

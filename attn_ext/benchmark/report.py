@@ -43,6 +43,11 @@ class Result:
     """Of the limit: of the multiply-add peak, or of the read rate where reading takes longer."""
 
     @property
+    def bounded(self) -> bool:
+        """Whether the silicon bounds the call, and not what it takes to make one."""
+        return self.fraction * self.seconds[OURS] > 10e-6
+
+    @property
     def best_peer(self) -> str | None:
         peers = [name for name in self.seconds if name not in (OURS, BASELINE)]
         return min(peers, key=self.seconds.__getitem__, default=None)
@@ -158,8 +163,7 @@ def _shown(result: Result, name: str, show: Show) -> str:
 
 
 def _fraction(result: Result) -> str:
-    """Of a call of some microseconds the limit of the silicon says nothing."""
-    if result.seconds[OURS] < 50e-6:
+    if not result.bounded:
         return NOTHING
     return f"{result.fraction:.2f}" + (" mem" if result.memory_bound else "")
 

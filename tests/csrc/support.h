@@ -249,6 +249,22 @@ inline cpu::ForwardPlan run_forward(const cpu::KernelTable& table, const cpu::Fo
   return plan;
 }
 
+// The same for a backward call.
+inline cpu::BackwardPlan run_backward(const cpu::KernelTable& table, const cpu::BackwardParams& params, int threads) {
+  const cpu::BackwardKernels& kernels = table.backward[dtype_row(params.shape.dtype)];
+  cpu::BackwardPlan plan{};
+  kernels.plan(params, threads, plan);
+  AlignedMemory shared(plan.shared_bytes), scratch(plan.thread_bytes);
+  for (int64_t round = 0; round < plan.rounds; ++round) {
+    const int64_t count = kernels.tasks(plan, round);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t task = threads == 1 ? i : i % 2 ? count - 1 - i / 2 : i / 2;
+      kernels.run(params, plan, round, task, shared.data, scratch.data);
+    }
+  }
+  return plan;
+}
+
 struct NamedTable {
   const char* name;
   const cpu::KernelTable* table;

@@ -36,6 +36,39 @@ ATTN_EXT_INLINE Vec<uint64_t> multiply_low_halves(Vec<uint64_t> a, uint32_t b) {
 #endif
 }
 
+// The ten rounds on the counters of even and of odd lanes.
+ATTN_EXT_INLINE void philox_rounds(const PhiloxRow& state, Vec<uint64_t> (&c)[2][4]) {
+#pragma GCC unroll 10
+  for (int round = 0; round < 10; ++round) {
+    const Vec<uint64_t> key0 = broadcast<uint64_t>(state.key0[round]);
+    const Vec<uint64_t> key1 = broadcast<uint64_t>(state.key1[round]);
+#pragma GCC unroll 2
+    for (int odd = 0; odd < 2; ++odd) {
+      const Vec<uint64_t> product0 = multiply_low_halves(c[odd][0], 0xD2511F53u);
+      const Vec<uint64_t> product1 = multiply_low_halves(c[odd][2], 0xCD9E8D57u);
+      c[odd][0] = (product1 >> 32) ^ c[odd][1] ^ key0;
+      c[odd][1] = product1;
+      c[odd][2] = (product0 >> 32) ^ c[odd][3] ^ key1;
+      c[odd][3] = product0;
+    }
+  }
+}
+
+// words[w][l] is the draw of row state.row + l and of word w of counter c0.
+inline void philox_rows(const PhiloxRow& state, uint32_t c0, uint32_t (&words)[4][kLanes<uint32_t>]) {
+  Vec<uint64_t> c[2][4];  // even rows, odd rows
+#pragma GCC unroll 2
+  for (int odd = 0; odd < 2; ++odd) {
+    c[odd][0] = broadcast<uint64_t>(c0);
+    c[odd][1] = 2 * lane_index<uint64_t>() + static_cast<uint64_t>(state.row + static_cast<uint32_t>(odd));
+    c[odd][2] = broadcast<uint64_t>(state.head);
+    c[odd][3] = broadcast<uint64_t>(state.batch);
+  }
+  philox_rounds(state, c);
+#pragma GCC unroll 4
+  for (int w = 0; w < 4; ++w) store(words[w], (Vec<uint32_t>)((c[0][w] & 0xffffffffu) | (c[1][w] << 32)));
+}
+
 // words[j] is the draw of column 64 * chunk + j.
 inline void philox_words(const PhiloxRow& state, uint32_t chunk, uint32_t (&words)[kDropoutColumns]) {
   constexpr int kCounters = kLanes<uint32_t>;
@@ -49,20 +82,7 @@ inline void philox_words(const PhiloxRow& state, uint32_t chunk, uint32_t (&word
       c[odd][2] = broadcast<uint64_t>(state.head);
       c[odd][3] = broadcast<uint64_t>(state.batch);
     }
-#pragma GCC unroll 10
-    for (int round = 0; round < 10; ++round) {
-      const Vec<uint64_t> key0 = broadcast<uint64_t>(state.key0[round]);
-      const Vec<uint64_t> key1 = broadcast<uint64_t>(state.key1[round]);
-#pragma GCC unroll 2
-      for (int odd = 0; odd < 2; ++odd) {
-        const Vec<uint64_t> product0 = multiply_low_halves(c[odd][0], 0xD2511F53u);
-        const Vec<uint64_t> product1 = multiply_low_halves(c[odd][2], 0xCD9E8D57u);
-        c[odd][0] = (product1 >> 32) ^ c[odd][1] ^ key0;
-        c[odd][1] = product1;
-        c[odd][2] = (product0 >> 32) ^ c[odd][3] ^ key1;
-        c[odd][3] = product0;
-      }
-    }
+    philox_rounds(state, c);
 #pragma GCC unroll 4
     for (int w = 0; w < 4; ++w) {
       store(words + 16 * w + first, (Vec<uint32_t>)((c[0][w] & 0xffffffffu) | (c[1][w] << 32)));

@@ -41,7 +41,8 @@ struct TileArgs {
   int64_t right_stride;
   Accum* out;
   int64_t out_stride;
-  const Accum* carry;  // one factor a row, read only by products that carry
+  const Accum* carry;  // one factor a row, read only by products that carry; null: all 1
+  int64_t left_step = 1;  // from one step along the depth to the next
 };
 
 template <typename Product>
@@ -60,7 +61,8 @@ void tile_product(const TileArgs<Product>& args) {
 #pragma GCC unroll 4
     for (int v = 0; v < Vectors; ++v) {
       if constexpr (Carry) {
-        sums[r][v] = load(out + r * out_stride + v * kWidth) * broadcast(args.carry[r]);
+        sums[r][v] = load(out + r * out_stride + v * kWidth);
+        if (args.carry != nullptr) sums[r][v] *= broadcast(args.carry[r]);
       } else {
         sums[r][v] = Vec<Accum>{};
       }
@@ -69,6 +71,7 @@ void tile_product(const TileArgs<Product>& args) {
   const Operand* left = args.left;
   const Operand* right = args.right;
   const int64_t left_stride = args.left_stride;
+  const int64_t left_step = args.left_step;
   const int64_t right_stride = args.right_stride;
   for (int64_t k = args.depth; k > 0; --k) {
     Vec<Operand> row[Vectors];
@@ -80,7 +83,7 @@ void tile_product(const TileArgs<Product>& args) {
 #pragma GCC unroll 4
       for (int v = 0; v < Vectors; ++v) sums[r][v] = Product::step(element, row[v], sums[r][v]);
     }
-    left += 1;
+    left += left_step;
     right += right_stride;
   }
 #pragma GCC unroll 8

@@ -1,6 +1,7 @@
 // The kernels of every instruction set in this build.
 #pragma once
 
+#include "backward.h"
 #include "forward.h"
 
 namespace attn_ext::cpu {
@@ -9,6 +10,7 @@ enum { kFloat64Kernels, kFloat32Kernels, kBFloat16Kernels, kFloat16Kernels, kKer
 
 struct KernelTable {
   ForwardKernels forward[kKernelDtypes];
+  BackwardKernels backward[kKernelDtypes];
 };
 
 // One for each instruction set that CMake compiles; the names are those of the table in CMake.

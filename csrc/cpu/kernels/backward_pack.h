@@ -1,0 +1,289 @@
+// What the backward reads of a block of queries and of a block of keys, packed for the five products of a tile:
+//   S^T  = K Q^T      left key_rows,   right query_columns
+//   dP^T = V dO^T     left value_rows, right grad_columns
+//   dV  += P^T dO     left the tile,   right grad_rows
+//   dK  += dS^T Q     left the tile,   right query_rows
+//   dQ^T += K^T dS^T  left key_depth,  right the tile
+#pragma once
+
+#include "math.h"
+#include "scheme.h"
+#include "visibility.h"
+
+namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
+
+ATTN_EXT_INLINE int64_t pieces(int64_t count, int64_t size) { return (count + size - 1) / size; }
+
+// rows: of queries, in panels of kPanel as columns, in panels of the dim's own width as rows.
+template <typename S>
+struct QueryPack {
+  using T = typename S::Accum;
+  typename S::Operand* query_columns;  // (query panels, depth of D, panel width)
+  typename S::Operand* grad_columns;   // (query panels, depth of Dv, panel width)
+  typename S::Operand* query_rows;     // (D panels, depth of queries, width)
+  typename S::Operand* grad_rows;      // (Dv panels, depth of queries, width)
+  T* lse;         // in units of log2; +inf where a row sees no key, so that its weights come out as 0
+  T* delta;       // rowsum(P dP) - dLse
+  T* row_scale;   // 1, but for far rows
+  T *row_max, *row_sum;  // of far rows, in the making
+  T* grad_query;  // (query panels, D, panel width), to be scaled
+  int64_t* has_dead_rows;
+  int64_t* has_far_rows;
+};
+
+template <typename S>
+struct KeyPack {
+  typename S::Operand* key_rows;    // (keys, key_stride)
+  typename S::Operand* value_rows;  // (keys, value_stride)
+  typename S::Operand* key_depth;   // (depth of keys, padded D); 0 in place of NaN and Inf, centred where keys_centre
+  typename S::Accum* centre;        // (padded D)
+  int64_t* has_bad_keys;
+  int64_t* has_bad_values;
+};
+
+template <typename S>
+ATTN_EXT_INLINE int64_t row_stride_of(int64_t dim) {
+  return round_up(depth_of<typename S::Product>(dim), S::kLane);
+}
+
+template <typename S>
+ATTN_EXT_INLINE int64_t row_panels_size(int64_t queries, int64_t dim) {
+  const int64_t width = value_panel_width<S>(dim);
+  return pieces(dim, width) * depth_of<typename S::Product>(queries) * width;
+}
+
+// queries: of a block, in whole vectors.
+template <typename S>
+QueryPack<S> take_query_pack(Arena& arena, const AttentionShape& shape, int64_t queries) {
+  using Operand = typename S::Operand;
+  using T = typename S::Accum;
+  QueryPack<S> pack;
+  pack.query_columns = take<Operand>(arena, queries * depth_of<typename S::Product>(shape.head_dim));
+  pack.grad_columns = take<Operand>(arena, queries * depth_of<typename S::Product>(shape.value_dim));
+  pack.query_rows = take<Operand>(arena, row_panels_size<S>(queries, shape.head_dim));
+  pack.grad_rows = take<Operand>(arena, row_panels_size<S>(queries, shape.value_dim));
+  pack.lse = take<T>(arena, queries);
+  pack.delta = take<T>(arena, queries);
+  pack.row_scale = take<T>(arena, queries);
+  pack.row_max = take<T>(arena, queries);
+  pack.row_sum = take<T>(arena, queries);
+  pack.has_far_rows = take<int64_t>(arena, 1);
+  pack.grad_query = take<T>(arena, queries * shape.head_dim);
+  pack.has_dead_rows = take<int64_t>(arena, 1);
+  return pack;
+}
+
+template <typename S>
+KeyPack<S> take_key_pack(Arena& arena, const AttentionShape& shape, int64_t keys) {
+  using Operand = typename S::Operand;
+  KeyPack<S> pack;
+  pack.key_rows = take<Operand>(arena, keys * row_stride_of<S>(shape.head_dim));
+  pack.value_rows = take<Operand>(arena, keys * row_stride_of<S>(shape.value_dim));
+  pack.key_depth = take<Operand>(arena, depth_of<typename S::Product>(keys) * padded_value_dim<S>(shape.head_dim));
+  pack.centre = take<typename S::Accum>(arena, padded_value_dim<S>(shape.head_dim));
+  pack.has_bad_keys = take<int64_t>(arena, 1);
+  pack.has_bad_values = take<int64_t>(arena, 1);
+  return pack;
+}
+
+// Rows [first, first + count) of a matrix, as a matrix.
+template <typename Element>
+ATTN_EXT_INLINE Matrix<Element> rows_of(const TensorView& view, int64_t batch, int64_t head, int64_t first,
+                                        int64_t count, int64_t columns) {
+  return {row_pointer<const Element>(view, batch, head, first), view.row_stride, view.column_stride, count, columns};
+}
+
+// One matrix of a query block in both of its forms.
+template <typename S>
+void pack_query_side(const Matrix<typename S::Element>& m, typename S::Operand* columns, typename S::Operand* rows,
+                     int64_t block_queries) {
+  using Product = typename S::Product;
+  const int64_t depth = depth_of<Product>(m.columns);
+  for (int64_t first = 0; first < m.rows; first += S::kPanel) {
+    const int64_t width = smaller(S::kPanel, round_up(m.rows, S::kLane) - first);
+    pack_column_panel<Product>(m, first, width, columns + first * depth);
+  }
+  const int64_t width = value_panel_width<S>(m.columns);
+  pack_row_panels<Product>(m, 0, depth_of<Product>(m.rows), width, rows, depth_of<Product>(block_queries) * width);
+}
+
+template <typename Element>
+ATTN_EXT_INLINE Compute<Element> dot_rows(const Matrix<Element>& a, const Matrix<Element>& b, int64_t row) {
+  using T = Compute<Element>;
+  constexpr int64_t kWidth = kLanes<T>;
+  const Element* x = a.data + row * a.row_stride;
+  const Element* y = b.data + row * b.row_stride;
+  if (a.column_stride != 1 || b.column_stride != 1) {
+    T sum = 0;
+    for (int64_t c = 0; c < a.columns; ++c) sum += to_compute(x[c * a.column_stride]) * to_compute(y[c * b.column_stride]);
+    return sum;
+  }
+  Vec<T> sums = {};
+  int64_t c = 0;
+  for (; c + kWidth <= a.columns; c += kWidth) sums = multiply_add(load_compute(x + c), load_compute(y + c), sums);
+  if (c < a.columns) {
+    sums = multiply_add(load_compute_partial(x + c, a.columns - c), load_compute_partial(y + c, a.columns - c), sums);
+  }
+  return lane_sum<T>(sums);
+}
+
+// Whether a bool mask that says the same of every key hides all of row i.
+ATTN_EXT_INLINE bool row_is_masked(const ScoreRule& rule, int64_t batch, int64_t head, int64_t row) {
+  return rule.mask_kind == ScalarKind::kBool && rule.mask.column_stride == 0 &&
+         *row_pointer<const uint8_t>(rule.mask, batch, head, row) == 0;
+}
+
+// A row whose scores are so far from 0 that lse, rounded as they are, says little about their sum, as happens where a
+// bias of -1e9 or the lowest finite value hides all keys. Its weights are made as 2^(s - row max) / row sum again.
+constexpr double kFarScore = 4096;  // in units of log2
+
+template <typename T>
+ATTN_EXT_INLINE bool is_far(T lse) {
+  return lse != kInfinity<T> && (lse > static_cast<T>(kFarScore) || lse < static_cast<T>(-kFarScore));
+}
+
+ATTN_EXT_INLINE bool has_bias(const ScoreRule& rule) {
+  return rule.mask_kind != ScalarKind::kNone && rule.mask_kind != ScalarKind::kBool;
+}
+
+// lse, and delta = rowsum(dO O) - dLse unless the tiles are to make it.
+template <typename S>
+void set_row_terms(const BackwardParams& params, const QueryPack<S>& pack, int64_t batch, int64_t head, int64_t first,
+                   int64_t count, int64_t queries, bool exact_delta) {
+  using Element = typename S::Element;
+  using T = typename S::Accum;
+  const AttentionShape& shape = params.shape;
+  const bool from_output = params.grad_output.data != nullptr && !exact_delta;
+  const Matrix<Element> grad = rows_of<Element>(params.grad_output, batch, head, first, count, shape.value_dim);
+  const Matrix<Element> output = rows_of<Element>(params.output, batch, head, first, count, shape.value_dim);
+  const T* lse = static_cast<const T*>(params.lse) + (batch * shape.query_heads + head) * shape.query_len + first;
+  *pack.has_dead_rows = count < queries;
+  *pack.has_far_rows = 0;
+  for (int64_t r = 0; r < queries; ++r) {
+    const bool live = r < count && lse[r] != -kInfinity<T> && !row_is_masked(params.rule, batch, head, first + r);
+    pack.lse[r] = live ? static_cast<T>(lse[r] * static_cast<T>(kLog2E)) : kInfinity<T>;
+    pack.delta[r] = live && from_output ? dot_rows(grad, output, r) : 0;
+    if (r < count && params.grad_lse.data != nullptr) {
+      pack.delta[r] -= *row_pointer<const T>(params.grad_lse, batch, head, first + r);
+    }
+    if (!live) *pack.has_dead_rows = 1;
+    if (has_bias(params.rule) && is_far(pack.lse[r])) *pack.has_far_rows = 1;
+    pack.row_scale[r] = 1;
+    pack.row_max[r] = -kInfinity<T>;
+    pack.row_sum[r] = 0;
+  }
+}
+
+template <typename S>
+void pack_query_block(const BackwardParams& params, const QueryPack<S>& pack, int64_t batch, int64_t head,
+                      int64_t first, int64_t count, int64_t block_queries, bool exact_delta) {
+  using Element = typename S::Element;
+  const AttentionShape& shape = params.shape;
+  const int64_t queries = round_up(count, S::kLane);
+  pack_query_side<S>(rows_of<Element>(params.query, batch, head, first, count, shape.head_dim), pack.query_columns,
+                     pack.query_rows, block_queries);
+  if (params.grad_output.data != nullptr) {
+    pack_query_side<S>(rows_of<Element>(params.grad_output, batch, head, first, count, shape.value_dim),
+                       pack.grad_columns, pack.grad_rows, block_queries);
+  }
+  set_row_terms<S>(params, pack, batch, head, first, count, queries, exact_delta);
+  if (params.grad_query.data != nullptr) {
+    memset(pack.grad_query, 0, static_cast<size_t>(queries * shape.head_dim) * sizeof(typename S::Accum));
+  }
+}
+
+template <typename Element>
+ATTN_EXT_INLINE bool is_finite_at(const Matrix<Element>& m, int64_t r, int64_t c) {
+  const Compute<Element> x = to_compute(m.data[r * m.row_stride + c * m.column_stride]);
+  return x - x == 0;
+}
+
+template <typename Element>
+bool all_finite(const Matrix<Element>& m) {
+  using T = Compute<Element>;
+  constexpr int64_t kWidth = kLanes<T>;
+  Vec<T> residue = {};  // x - x is 0, NaN for what is not finite
+  bool finite = true;
+  for (int64_t r = 0; r < m.rows; ++r) {
+    const Element* row = m.data + r * m.row_stride;
+    int64_t c = 0;
+    for (; m.column_stride == 1 && c + kWidth <= m.columns; c += kWidth) {
+      const Vec<T> x = load_compute(row + c);
+      residue += x - x;
+    }
+    for (; c < m.columns; ++c) finite &= is_finite_at(m, r, c);
+  }
+  return finite && lane_sum<T>(residue) == 0;
+}
+
+// delta from an output rounded to 16 bits is off by some e, and with it dS of the whole row by e P: dQ by e times the
+// mean key. Where a row of dS sums to 0, dQ = dS (K - c) for any c, and with c close to the mean key e matters no more.
+template <typename S>
+ATTN_EXT_INLINE bool keys_centre(const BackwardParams& params) {
+  const ScoreRule& rule = params.rule;
+  return sizeof(typename S::Element) == 2 && !S::kNarrow && rule.mask_kind == ScalarKind::kNone &&
+         rule.sinks_kind == ScalarKind::kNone && rule.softcap == 0 && rule.window_left < 0 && rule.window_right < 0 &&
+         params.grad_lse.data == nullptr;
+}
+
+constexpr int64_t kCentreKeys = 256;
+
+// centre = the mean of the head's first keys, 0 where that is not finite.
+template <typename S>
+void set_centre(const BackwardParams& params, const KeyPack<S>& pack, int64_t batch, int64_t key_head) {
+  using T = typename S::Accum;
+  using Element = typename S::Element;
+  const int64_t dim = params.shape.head_dim, count = smaller(kCentreKeys, params.shape.key_len);
+  const Matrix<Element> key = rows_of<Element>(params.key, batch, key_head, 0, count, dim);
+  for (int64_t d = 0; d < padded_value_dim<S>(dim); d += S::kLane) {
+    Vec<T> sum = {};
+    for (int64_t j = 0; j < count; ++j) {
+      const Element* from = key.data + j * key.row_stride + d * key.column_stride;
+      Element block[kLanes<T>];
+      if (key.column_stride != 1 || d + S::kLane > dim) {
+        gather_block(key, j, 1, d, S::kLane, block);
+        from = block;
+      }
+      sum += load_compute(from);
+    }
+    const Vec<T> mean = sum * (static_cast<T>(1) / static_cast<T>(count));
+    store(pack.centre + d, mean - mean == Vec<T>{} ? mean : Vec<T>{});
+  }
+}
+
+template <typename S>
+void pack_key_block(const BackwardParams& params, const KeyPack<S>& pack, int64_t batch, int64_t key_head,
+                    int64_t first, int64_t count) {
+  using Element = typename S::Element;
+  using Product = typename S::Product;
+  const AttentionShape& shape = params.shape;
+  const Matrix<Element> key = rows_of<Element>(params.key, batch, key_head, first, count, shape.head_dim);
+  const Matrix<Element> value = rows_of<Element>(params.value, batch, key_head, first, count, shape.value_dim);
+  pack_rows<Product>(key, 0, count, pack.key_rows, row_stride_of<S>(shape.head_dim));
+  pack_rows<Product>(value, 0, count, pack.value_rows, row_stride_of<S>(shape.value_dim));
+  const int64_t width = padded_value_dim<S>(shape.head_dim);
+  if (params.grad_query.data != nullptr) {
+    pack_row_panels<Product>(key, 0, depth_of<Product>(count), width, pack.key_depth, 0);
+    if constexpr (!S::kNarrow) {
+      if (keys_centre<S>(params)) {
+        set_centre<S>(params, pack, batch, key_head);
+        for (int64_t i = 0; i < count * width; i += S::kLane) {
+          store(pack.key_depth + i, load(pack.key_depth + i) - load(pack.centre + i % width));
+        }
+      }
+    }
+  }
+  *pack.has_bad_values = !all_finite(value);
+  *pack.has_bad_keys = !all_finite(key);
+  if (*pack.has_bad_keys == 0) return;
+  for (int64_t j = 0; j < count; ++j) {
+    for (int64_t d = 0; d < shape.head_dim; ++d) {
+      if (is_finite_at(key, j, d)) continue;
+      auto* operand = reinterpret_cast<char*>(pack.key_depth + j / S::kDepth * width + d);
+      constexpr size_t kBytes = sizeof(typename S::Operand) / S::kDepth;
+      memset(operand + static_cast<size_t>(j % S::kDepth) * kBytes, 0, kBytes);
+    }
+  }
+}
+
+}  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

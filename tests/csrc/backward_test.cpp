@@ -1,0 +1,570 @@
+// The backward kernels against a plain double-precision loop, for every instruction set of this machine. Inputs end at
+// guard pages, scratch memory begins as NaN, tasks run in a mixed order.
+#include <functional>
+
+#include "support.h"
+
+namespace attn_ext::test {
+namespace {
+
+struct Case {
+  std::string name;
+  ScalarKind dtype = ScalarKind::kFloat32;
+  int64_t batch = 1, query_heads = 2, key_heads = 2, query_len = 5, key_len = 7, head_dim = 8, value_dim = 8;
+  cpu::ScoreRule rule;
+  const char* layout = "bhrc";
+  const char* mask = "";  // the dims it has, of "bhrc"; empty: none
+  ScalarKind mask_kind = ScalarKind::kBool;
+  double mask_density = 0.7;  // visible share
+  bool mask_grad = false;
+  double far_bias = 0;  // of every third row, in the place of what the mask has; its query is 0
+  bool sinks = false;
+  double dropout = 0;
+  bool grad_output = true, grad_lse = false, grad_weights = false, grad_key_mass = false;
+  bool expanded = false;  // incoming gradients are one number, expanded
+  bool query = true, key = true, value = true;  // gradients wanted
+  int masked_keys = 0;    // the last keys are masked out for every query, and hold NaN and Inf
+  bool visible_nan = false;
+};
+
+ScalarKind accumulator(ScalarKind kind) {
+  return kind == ScalarKind::kFloat64 ? ScalarKind::kFloat64 : ScalarKind::kFloat32;
+}
+
+struct Gradients {
+  Tensor query, key, value, mask, sinks;
+};
+
+struct Problem {
+  Tensor query, key, value, mask, sinks, output, lse, grad_output, grad_lse, grad_weights, grad_key_mass;
+  int64_t seed = 0x123456789abcdef;
+  cpu::BackwardParams params;
+};
+
+bool is_visible(const Case& c, const Problem& in, int64_t b, int64_t h, int64_t i, int64_t j) {
+  const int64_t centre = i + c.rule.query_offset;
+  if (c.rule.window_left >= 0 && j < centre - c.rule.window_left) return false;
+  if (c.rule.window_right >= 0 && j > centre + c.rule.window_right) return false;
+  if (!*c.mask) return true;
+  const double m = in.mask.at(b, h, i, j);
+  return c.mask_kind == ScalarKind::kBool ? m != 0 : m != -INFINITY;
+}
+
+double keep_factor(const Case& c, const Problem& in, int64_t b, int64_t h, int64_t i, int64_t j) {
+  if (c.dropout == 0) return 1;
+  const uint32_t draw = philox_draw(static_cast<uint64_t>(in.seed), static_cast<uint32_t>(b), static_cast<uint32_t>(h),
+                                    static_cast<uint32_t>(i), static_cast<uint32_t>(j));
+  return draw >= static_cast<uint32_t>(std::floor(c.dropout * 4294967296.0)) ? 1 / (1 - c.dropout) : 0;
+}
+
+struct Row {
+  std::vector<double> weight, cap_slope, keep;  // a key each
+  double lse = -INFINITY;
+};
+
+// The weights of one query row.
+Row plain_row(const Case& c, const Problem& in, int64_t b, int64_t h, int64_t i) {
+  const int64_t hk = h / (c.query_heads / c.key_heads);
+  const auto keys = static_cast<size_t>(c.key_len);
+  Row row{std::vector<double>(keys, -INFINITY), std::vector<double>(keys, 1.0), std::vector<double>(keys, 0.0)};
+  double top = c.sinks ? in.sinks.at(b, h, 0, 0) : -INFINITY;
+  for (int64_t j = 0; j < c.key_len; ++j) {
+    if (!is_visible(c, in, b, h, i, j)) continue;
+    double s = 0;
+    for (int64_t d = 0; d < c.head_dim; ++d) s += in.query.at(b, h, i, d) * in.key.at(b, hk, j, d);
+    s *= c.rule.scale;
+    if (c.rule.softcap > 0) {
+      const double t = std::tanh(s / c.rule.softcap);
+      s = c.rule.softcap * t;
+      row.cap_slope[static_cast<size_t>(j)] = 1 - t * t;
+    }
+    if (*c.mask && c.mask_kind != ScalarKind::kBool) s += in.mask.at(b, h, i, j);
+    row.weight[static_cast<size_t>(j)] = s;
+    row.keep[static_cast<size_t>(j)] = keep_factor(c, in, b, h, i, j);
+    top = std::isnan(s) || std::isnan(top) ? NAN : std::max(top, s);
+  }
+  double sum = c.sinks ? std::exp(in.sinks.at(b, h, 0, 0) - top) : 0;
+  for (double s : row.weight) sum += s == -INFINITY ? 0 : std::exp(s - top);
+  if (sum > 0 || std::isnan(sum)) row.lse = top + std::log(sum);
+  for (double& w : row.weight) w = w == -INFINITY ? 0 : std::exp(w - top) / sum;
+  return row;
+}
+
+void add(Tensor& t, int64_t b, int64_t h, int64_t r, int64_t column, double x) {
+  t.set(b, h, r, column, t.at(b, h, r, column) + x);
+}
+
+void plain_backward_row(const Case& c, const Problem& in, int64_t b, int64_t h, int64_t i, Gradients& out) {
+  const int64_t hk = h / (c.query_heads / c.key_heads);
+  const Row row = plain_row(c, in, b, h, i);
+  const double grad_lse = c.grad_lse ? in.grad_lse.at(b, h, i, 0) : 0;
+  std::vector<double> grad(row.weight.size(), 0.0);
+  double delta = 0;
+  for (int64_t j = 0; j < c.key_len; ++j) {
+    const auto at = static_cast<size_t>(j);
+    if (!is_visible(c, in, b, h, i, j)) continue;
+    for (int64_t d = 0; c.grad_output && d < c.value_dim; ++d) {
+      grad[at] += in.grad_output.at(b, h, i, d) * in.value.at(b, hk, j, d);
+      add(out.value, b, hk, j, d, row.weight[at] * row.keep[at] * in.grad_output.at(b, h, i, d));
+    }
+    if (c.grad_weights) grad[at] += in.grad_weights.at(b, h, i, j);
+    if (c.grad_key_mass) grad[at] += in.grad_key_mass.at(b, h, 0, j);
+    grad[at] *= row.keep[at];
+    delta += row.weight[at] * grad[at];
+  }
+  for (int64_t j = 0; j < c.key_len; ++j) {
+    const auto at = static_cast<size_t>(j);
+    if (!is_visible(c, in, b, h, i, j)) continue;
+    const double ds = row.weight[at] * (grad[at] - delta + grad_lse);
+    if (c.mask_grad) add(out.mask, b, h, i, j, ds);
+    for (int64_t d = 0; d < c.head_dim; ++d) {
+      add(out.query, b, h, i, d, c.rule.scale * ds * row.cap_slope[at] * in.key.at(b, hk, j, d));
+      add(out.key, b, hk, j, d, c.rule.scale * ds * row.cap_slope[at] * in.query.at(b, h, i, d));
+    }
+  }
+  if (c.sinks && row.lse != -INFINITY) {
+    add(out.sinks, b, h, 0, 0, std::exp(in.sinks.at(b, h, 0, 0) - row.lse) * (grad_lse - delta));
+  }
+}
+
+Tensor make_mask(const Case& c, std::mt19937& generator) {
+  std::normal_distribution<double> normal;
+  const std::string dims = c.mask;
+  const auto has = [&](char dim) { return dims.find(dim) != std::string::npos; };
+  Tensor mask(c.mask_kind, has('b') ? c.batch : 1, has('h') ? c.query_heads : 1, has('r') ? c.query_len : 1,
+              has('c') ? c.key_len : 1);
+  mask.broadcast_ones();
+  mask.fill([&] {
+    const bool see = std::generate_canonical<double, 20>(generator) < c.mask_density;
+    if (c.mask_kind == ScalarKind::kBool) return see ? 1.0 : 0.0;
+    return see ? normal(generator) : -INFINITY;
+  });
+  for (int64_t i = 0; c.far_bias != 0 && i < mask.sizes[2]; i += 3) {
+    for (int64_t j = 0; j < mask.sizes[3]; ++j) mask.set(0, 0, i, j, c.far_bias);
+  }
+  for (int64_t j = c.key_len - c.masked_keys; has('c') && j < c.key_len; ++j) {
+    for (int64_t b = 0; b < mask.sizes[0]; ++b)
+      for (int64_t h = 0; h < mask.sizes[1]; ++h)
+        for (int64_t i = 0; i < mask.sizes[2]; ++i) mask.set(b, h, i, j, c.mask_kind == ScalarKind::kBool ? 0 : -INFINITY);
+  }
+  return mask;
+}
+
+Tensor incoming(const Case& c, ScalarKind kind, int64_t rows, int64_t columns, std::mt19937& generator) {
+  std::normal_distribution<double> normal;
+  Tensor t = c.expanded ? Tensor(kind, 1, 1, 1, 1) : Tensor(kind, c.batch, c.query_heads, rows, columns, c.layout);
+  if (c.expanded) t.broadcast_ones();
+  t.fill([&] { return normal(generator); });
+  return t;
+}
+
+void make_inputs(const Case& c, uint32_t seed, Problem& in) {
+  std::mt19937 generator(seed);
+  std::normal_distribution<double> normal;
+  const ScalarKind wide = accumulator(c.dtype);
+  in.query = Tensor(c.dtype, c.batch, c.query_heads, c.query_len, c.head_dim, c.layout);
+  in.key = Tensor(c.dtype, c.batch, c.key_heads, c.key_len, c.head_dim, c.layout);
+  in.value = Tensor(c.dtype, c.batch, c.key_heads, c.key_len, c.value_dim, c.layout);
+  for (Tensor* t : {&in.query, &in.key, &in.value}) t->fill([&] { return normal(generator); });
+  for (int64_t i = 0; c.far_bias != 0 && i < c.query_len; i += 3) {
+    for (int64_t h = 0; h < c.query_heads; ++h)
+      for (int64_t d = 0; d < c.head_dim; ++d) in.query.set(0, h, i, d, 0);
+  }
+  const double bad[] = {NAN, INFINITY, -INFINITY};
+  for (int64_t j = c.key_len - c.masked_keys; j < c.key_len; ++j) {
+    for (int64_t h = 0; h < c.key_heads; ++h) {
+      in.key.set(0, h, j, j % c.head_dim, bad[j % 3]);
+      in.value.set(0, h, j, j % c.value_dim, bad[(j + 1) % 3]);
+    }
+  }
+  if (c.visible_nan) in.key.set(0, 0, c.key_len / 2, 0, NAN);
+  if (*c.mask) in.mask = make_mask(c, generator);
+  if (c.sinks) {
+    in.sinks = Tensor(wide, 1, c.query_heads, 1, 1);
+    in.sinks.fill([&] { return normal(generator) + 1; });
+  }
+  if (c.grad_output) in.grad_output = incoming(c, c.dtype, c.query_len, c.value_dim, generator);
+  if (c.grad_lse) in.grad_lse = incoming(c, wide, c.query_len, 1, generator);
+  if (c.grad_weights) in.grad_weights = incoming(c, c.dtype, c.query_len, c.key_len, generator);
+  if (c.grad_key_mass) in.grad_key_mass = incoming(c, wide, 1, c.key_len, generator);
+  in.output = Tensor(c.dtype, c.batch, c.query_heads, c.query_len, c.value_dim);
+  in.lse = Tensor(wide, c.batch, c.query_heads, 1, c.query_len);
+}
+
+// Output and lse as a forward would have saved them.
+void save_forward(const Case& c, Problem& in) {
+  for (int64_t b = 0; b < c.batch; ++b)
+    for (int64_t h = 0; h < c.query_heads; ++h)
+      for (int64_t i = 0; i < c.query_len; ++i) {
+        const Row row = plain_row(c, in, b, h, i);
+        in.lse.set(b, h, 0, i, row.lse);
+        for (int64_t d = 0; d < c.value_dim; ++d) {
+          double sum = 0;
+          for (int64_t j = 0; j < c.key_len; ++j) {
+            if (!is_visible(c, in, b, h, i, j)) continue;
+            sum += row.weight[static_cast<size_t>(j)] * row.keep[static_cast<size_t>(j)] *
+                   in.value.at(b, h / (c.query_heads / c.key_heads), j, d);
+          }
+          in.output.set(b, h, i, d, sum);
+        }
+      }
+}
+
+Gradients make_gradients(const Case& c, ScalarKind kind, const char* layout, double start) {
+  Gradients g;
+  g.query = Tensor(kind, c.batch, c.query_heads, c.query_len, c.head_dim, layout);
+  g.key = Tensor(kind, c.batch, c.key_heads, c.key_len, c.head_dim, layout);
+  g.value = Tensor(kind, c.batch, c.key_heads, c.key_len, c.value_dim, layout);
+  g.sinks = Tensor(accumulator(kind), c.batch, c.query_heads, 1, 1);
+  for (Tensor* t : {&g.query, &g.key, &g.value, &g.sinks}) t->fill([&] { return start; });
+  if (c.mask_grad) {
+    const std::string dims = c.mask;
+    const auto size = [&](char dim, int64_t n) { return dims.find(dim) != std::string::npos ? n : 1; };
+    g.mask = Tensor(accumulator(kind), size('b', c.batch), size('h', c.query_heads), size('r', c.query_len),
+                    size('c', c.key_len));
+    g.mask.broadcast_ones();
+    g.mask.fill([] { return 0.0; });
+  }
+  return g;
+}
+
+void set_params(const Case& c, Problem& in) {
+  cpu::BackwardParams& p = in.params;
+  p.shape = {c.dtype, c.batch, c.query_heads, c.key_heads, c.query_len, c.key_len, c.head_dim, c.value_dim};
+  p.rule = c.rule;
+  p.query = in.query.view;
+  p.key = in.key.view;
+  p.value = in.value.view;
+  p.output = in.output.view;
+  p.lse = in.lse.view.data;
+  p.grad_output = in.grad_output.view;
+  p.grad_lse = in.grad_lse.view;
+  p.grad_weights = in.grad_weights.view;
+  p.grad_key_mass = in.grad_key_mass.view;
+  if (*c.mask) {
+    p.rule.mask_kind = c.mask_kind == ScalarKind::kNone ? c.dtype : c.mask_kind;
+    p.rule.mask = in.mask.view;
+  }
+  if (c.sinks) {
+    p.rule.sinks_kind = in.sinks.kind;
+    p.rule.sinks = in.sinks.view;
+  }
+  if (c.dropout > 0) {
+    p.dropout = {true, static_cast<uint32_t>(std::floor(c.dropout * 4294967296.0)), 1 / (1 - c.dropout), &in.seed,
+                 c.batch};
+  }
+}
+
+Gradients run(const Case& c, const cpu::KernelTable& table, const Problem& in, int threads) {
+  Gradients g = make_gradients(c, c.dtype, c.layout[3] == 'c' ? c.layout : "bhrc", NAN);
+  cpu::BackwardParams p = in.params;
+  if (c.query) p.grad_query = g.query.view;
+  if (c.key) p.grad_key = g.key.view;
+  if (c.value) p.grad_value = g.value.view;
+  if (c.sinks) p.grad_sinks = g.sinks.view.data;
+  if (c.mask_grad) {
+    p.grad_mask = g.mask.view;
+    p.grad_mask_size = g.mask.sizes[0] * g.mask.sizes[1] * g.mask.sizes[2] * g.mask.sizes[3];
+  }
+  run_backward(table, p, threads);
+  return g;
+}
+
+// `least`: what an error is measured against where the gradient itself is near 0.
+void compare(const Tensor& got, const Tensor& want, double tolerance, double least, const std::string& what) {
+  double scale = 0;
+  const auto each = [&](auto body) {
+    for (int64_t b = 0; b < want.sizes[0]; ++b)
+      for (int64_t h = 0; h < want.sizes[1]; ++h)
+        for (int64_t r = 0; r < want.sizes[2]; ++r)
+          for (int64_t k = 0; k < want.sizes[3]; ++k) body(b, h, r, k);
+  };
+  each([&](int64_t b, int64_t h, int64_t r, int64_t k) {
+    const double x = std::fabs(want.at(b, h, r, k));
+    if (std::isfinite(x)) scale = std::max(scale, x);
+  });
+  each([&](int64_t b, int64_t h, int64_t r, int64_t k) {
+    const double x = got.at(b, h, r, k), y = want.at(b, h, r, k);
+    const bool ok = std::isfinite(y) ? std::fabs(x - y) <= tolerance * (std::fabs(y) + 0.3 * scale + least) : !std::isfinite(x);
+    if (!ok) check(false, what + " [" + std::to_string(b) + "," + std::to_string(h) + "," + std::to_string(r) + "," +
+                  std::to_string(k) + "]: " + std::to_string(x) + " for " + std::to_string(y));
+  });
+}
+
+bool same_bits(const Tensor& a, const Tensor& b) {
+  const auto count = static_cast<size_t>(a.sizes[0] * a.sizes[1] * a.sizes[2] * a.sizes[3] * size_of(a.kind));
+  return count == 0 || std::memcmp(a.view.data, b.view.data, count) == 0;
+}
+
+void run_case(const Case& base, ScalarKind dtype) {
+  Case c = base;
+  c.dtype = dtype;
+  if (c.mask_kind == ScalarKind::kNone) c.mask_kind = dtype;
+  Problem in;
+  make_inputs(c, 42, in);
+  save_forward(c, in);
+  set_params(c, in);
+  Gradients want = make_gradients(c, ScalarKind::kFloat64, "bhrc", 0);
+  for (int64_t b = 0; b < c.batch; ++b)
+    for (int64_t h = 0; h < c.query_heads; ++h)
+      for (int64_t i = 0; i < c.query_len; ++i) plain_backward_row(c, in, b, h, i, want);
+  const double tolerance = dtype == ScalarKind::kFloat64    ? 1e-11
+                           : dtype == ScalarKind::kFloat32  ? 2e-5
+                           : dtype == ScalarKind::kBFloat16 ? 4e-2
+                                                            : 6e-3;
+  static const char* const kNames[] = {"float64", "float32", "bfloat16", "float16"};
+  for (const NamedTable& isa : runnable_tables()) {
+    const Gradients got = run(c, *isa.table, in, 1);
+    const std::string name = c.name + " " + kNames[dtype_row(dtype)] + " " + isa.name;
+    const int before = failures;
+    if (c.query) compare(got.query, want.query, tolerance, 0.02, name + " query");
+    if (c.key) compare(got.key, want.key, tolerance, 0.02, name + " key");
+    if (c.value) compare(got.value, want.value, tolerance, 0.02, name + " value");
+    // Where the mask has no keys, its gradient is a row's sum of dS: 0 but for rounding.
+    const double least = std::strchr(c.mask, 'c') != nullptr ? 0.02 : 2.0;
+    if (c.mask_grad) compare(got.mask, want.mask, tolerance, least, name + " mask");
+    if (c.sinks) compare(got.sinks, want.sinks, tolerance, 0.02, name + " sinks");
+    const Gradients other = run(c, *isa.table, in, 7);
+    check((!c.query || same_bits(got.query, other.query)) && (!c.key || same_bits(got.key, other.key)) &&
+              (!c.value || same_bits(got.value, other.value)) && (!c.mask_grad || same_bits(got.mask, other.mask)) &&
+              (!c.sinks || same_bits(got.sinks, other.sinks)),
+          name + ": other bits with other threads");
+    if (failures != before) std::fprintf(stderr, "%s: %d failures\n", name.c_str(), failures - before);
+  }
+}
+
+void sized(Case& c, int64_t lq, int64_t lk, int64_t d, int64_t dv) {
+  c.query_len = lq, c.key_len = lk, c.head_dim = d, c.value_dim = dv;
+}
+
+using Add = std::function<void(const char*, std::function<void(Case&)>)>;
+
+void add_shapes(const Add& add) {
+  add("small", [](Case&) {});
+  add("one", [](Case& c) { sized(c, 1, 1, 1, 1); });
+  add("no keys", [](Case& c) { sized(c, 3, 0, 4, 4); });
+  add("no queries", [](Case& c) { sized(c, 0, 3, 4, 4); });
+  add("no batch", [](Case& c) { c.batch = 0; });
+  add("zero head dim", [](Case& c) { sized(c, 3, 9, 0, 4); });
+  add("zero value dim", [](Case& c) { sized(c, 3, 9, 4, 0); });
+  add("odd dims", [](Case& c) { sized(c, 13, 67, 17, 33); });
+  add("wide", [](Case& c) { sized(c, 20, 100, 192, 200); });
+  add("blocks", [](Case& c) {
+    sized(c, 300, 261, 24, 40);
+    c.query_heads = 4;
+    c.batch = 2;
+  });
+  add("segments", [](Case& c) {
+    sized(c, 523, 770, 8, 8);
+    c.query_heads = 2;
+    c.key_heads = 1;
+  });
+  add("many heads", [](Case& c) {
+    sized(c, 17, 19, 8, 8);
+    c.batch = 11;
+    c.query_heads = c.key_heads = 13;
+  });
+  add("other layout", [](Case& c) {
+    sized(c, 70, 90, 20, 24);
+    c.batch = 2;
+    c.layout = "brhc";
+  });
+  add("columns apart", [](Case& c) {
+    sized(c, 40, 35, 20, 24);
+    c.batch = 2;
+    c.layout = "bhcr";
+  });
+}
+
+void add_rules(const Add& add) {
+  add("causal", [](Case& c) {
+    sized(c, 150, 150, 16, 16);
+    c.rule.window_right = 0;
+  });
+  add("causal segments", [](Case& c) {
+    sized(c, 600, 530, 8, 8);
+    c.rule.window_right = 0;
+    c.rule.query_offset = -20;
+  });
+  add("window", [](Case& c) {
+    sized(c, 200, 230, 16, 16);
+    c.rule.window_left = 31;
+    c.rule.window_right = 5;
+    c.rule.query_offset = 11;
+  });
+  add("far offset", [](Case& c) {
+    sized(c, 9, 40, 8, 8);
+    c.rule.window_left = 3;
+    c.rule.query_offset = 1000;
+  });
+  add("softcap", [](Case& c) {
+    sized(c, 40, 90, 8, 8);
+    c.rule.softcap = 2.5;
+  });
+  add("scale 0", [](Case& c) {
+    sized(c, 40, 90, 8, 8);
+    c.rule.scale = 0;
+    c.rule.window_right = 0;
+  });
+  add("negative scale", [](Case& c) {
+    sized(c, 40, 90, 8, 8);
+    c.rule.scale = -0.5;
+  });
+  add("sinks", [](Case& c) {
+    sized(c, 40, 90, 8, 8);
+    c.sinks = true;
+    c.batch = 2;
+  });
+  add("sinks over dead rows", [](Case& c) {
+    sized(c, 40, 90, 8, 8);
+    c.sinks = true;
+    c.mask = "r";
+  });
+  add("dropout", [](Case& c) {
+    sized(c, 150, 230, 16, 16);
+    c.batch = 2;
+    c.dropout = 0.3;
+  });
+  add("everything", [](Case& c) {
+    sized(c, 270, 290, 16, 24);
+    c.query_heads = 4;
+    c.dropout = 0.2;
+    c.rule.softcap = 3;
+    c.rule.window_left = 200;
+    c.rule.window_right = 10;
+    c.sinks = c.mask_grad = c.grad_lse = c.grad_weights = c.grad_key_mass = true;
+    c.mask = "hrc";
+    c.mask_kind = ScalarKind::kFloat32;
+  });
+}
+
+void add_masks(const Add& add) {
+  for (const char* dims : {"c", "r", "rc", "hrc", "bhrc", "brc", "bc", "h", "b"}) {
+    for (const ScalarKind kind : {ScalarKind::kBool, ScalarKind::kFloat32, ScalarKind::kNone}) {
+      const std::string name = std::string("mask ") + dims + (kind == ScalarKind::kBool   ? " bool"
+                                                              : kind == ScalarKind::kNone ? " dtype"
+                                                                                          : " float32");
+      add(name.c_str(), [=](Case& c) {
+        sized(c, 83, 205, 16, 16);
+        c.batch = 3;
+        c.mask = dims;
+        c.mask_kind = kind;
+        c.mask_grad = kind != ScalarKind::kBool;
+      });
+    }
+  }
+  for (const char* dims : {"rc", "c", "r", "h"}) {
+    add(("segments mask " + std::string(dims)).c_str(), [=](Case& c) {
+      sized(c, 520, 530, 8, 8);
+      c.mask = dims;
+      c.mask_kind = ScalarKind::kFloat32;
+      c.mask_grad = true;
+    });
+  }
+  for (const double far : {-1e9, -1e4, -3.4028234663852886e38}) {
+    for (const int64_t keys : {95, 700}) {
+      add("far rows", [=](Case& c) {
+        sized(c, keys, keys, 16, 16);
+        c.mask = "rc";
+        c.mask_kind = ScalarKind::kFloat32;
+        c.far_bias = far;
+        c.rule.window_right = 0;
+      });
+    }
+  }
+  add("sparse mask", [](Case& c) {
+    sized(c, 300, 290, 8, 8);
+    c.mask = "rc";
+    c.mask_density = 0.002;
+  });
+  add("everything masked", [](Case& c) {
+    sized(c, 40, 90, 8, 8);
+    c.mask = "rc";
+    c.mask_density = 0;
+  });
+  for (const char* dims : {"c", "rc", "bhrc"}) {
+    for (const ScalarKind kind : {ScalarKind::kBool, ScalarKind::kFloat32}) {
+      add((std::string("masked NaN and Inf ") + dims).c_str(), [=](Case& c) {
+        sized(c, 70, 95, 16, 16);
+        c.masked_keys = 9;
+        c.mask = dims;
+        c.mask_kind = kind;
+        c.rule.softcap = kind == ScalarKind::kBool ? 0 : 2;
+      });
+    }
+  }
+  add("causal NaN and Inf", [](Case& c) {
+    sized(c, 70, 95, 16, 16);
+    c.masked_keys = 25;
+    c.rule.window_right = 0;
+  });
+  add("visible NaN", [](Case& c) {
+    sized(c, 70, 95, 16, 16);
+    c.visible_nan = true;
+    c.rule.window_right = 0;
+  });
+}
+
+void add_gradients(const Add& add) {
+  add("lse only", [](Case& c) {
+    sized(c, 33, 50, 8, 8);
+    c.grad_output = false;
+    c.grad_lse = true;
+  });
+  add("weights and mass", [](Case& c) {
+    sized(c, 63, 250, 8, 8);
+    c.grad_lse = c.grad_weights = c.grad_key_mass = true;
+    c.dropout = 0.25;
+    c.sinks = true;
+  });
+  add("weights in segments", [](Case& c) {
+    sized(c, 530, 620, 8, 8);
+    c.grad_weights = c.grad_key_mass = true;
+    c.rule.window_right = 0;
+  });
+  add("expanded", [](Case& c) {
+    sized(c, 33, 50, 8, 8);
+    c.expanded = true;
+    c.grad_lse = c.grad_weights = c.grad_key_mass = true;
+  });
+  for (int i = 0; i < 3; ++i) {
+    add("one gradient", [=](Case& c) {
+      sized(c, 33, 50, 8, 8);
+      c.query = i == 0, c.key = i == 1, c.value = i == 2;
+    });
+  }
+}
+
+std::vector<Case> cases() {
+  std::vector<Case> all;
+  const Add add = [&](const char* name, const std::function<void(Case&)>& change) {
+    Case c;
+    c.name = name;
+    c.rule.scale = 0.35;
+    change(c);
+    all.push_back(c);
+  };
+  add_shapes(add);
+  add_rules(add);
+  add_masks(add);
+  add_gradients(add);
+  return all;
+}
+
+}  // namespace
+}  // namespace attn_ext::test
+
+int main(int argc, char** argv) {
+  using namespace attn_ext::test;
+  int64_t count = 0;
+  for (const Case& c : cases()) {
+    if (argc > 1 && c.name.find(argv[1]) == std::string::npos) continue;
+    for (const ScalarKind dtype :
+         {ScalarKind::kFloat32, ScalarKind::kFloat64, ScalarKind::kBFloat16, ScalarKind::kFloat16}) {
+      run_case(c, dtype);
+      ++count;
+    }
+  }
+  std::printf("%ld cases, %d failures\n", static_cast<long>(count), failures);
+  return failures != 0;
+}
