@@ -223,7 +223,8 @@ def draw(path: Path, runs: list[Run]) -> None:
     panels[0].set_ylabel("loss, nats a character")
     panels[0].legend(frameon=False)
     if len(runs) > 1:
-        panels[1].semilogy([max(d, 1e-9) for d in differences(runs)], color="#22223b", linewidth=0.9)
+        panels[1].plot(differences(runs), ".", color="#22223b", markersize=3)
+        panels[1].set_yscale("symlog", linthresh=1e-8)
         panels[1].set_ylabel("difference")
     panels[-1].set_xlabel("step")
     for axes in panels:
@@ -233,9 +234,12 @@ def draw(path: Path, runs: list[Run]) -> None:
 
 
 def running_mean(losses: list[float], decay: float = 0.95) -> list[float]:
+    """Of the steps so far, the latest weighing most."""
     means: list[float] = []
+    total = weight = 0.0
     for loss in losses:
-        means.append(loss if not means else decay * means[-1] + (1 - decay) * loss)
+        total, weight = decay * total + loss, decay * weight + 1
+        means.append(total / weight)
     return means
 
 
