@@ -1,0 +1,111 @@
+"""The programs of `examples/` and `benchmarks/`, at a size that takes a moment."""
+
+import importlib.util
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+def load(path: str) -> types.ModuleType:
+    """A program as a module."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def _threads_are_put_back():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+class TestCharLM:
+    SMALL = ["--dim", "32", "--layers", "1", "--context", "32", "--batch", "4", "--threads", "1"]
+
+    @pytest.fixture
+    def char_lm(self):
+        pytest.importorskip("matplotlib")
+        return load("examples/char_lm.py")
+
+    @pytest.fixture
+    def run(self, char_lm, tmp_path):
+        text = tmp_path / "text.txt"
+        text.write_text("the quick brown fox jumps over a lazy dog. \N{MICRO SIGN}\n" * 50, encoding="utf-8")
+        common = [*self.SMALL, "--text", str(text), "--prompt", "the ", "--characters", "20"]
+        return lambda *more, out="out": char_lm.main([*common, "--out", str(tmp_path / out), *more])
+
+    def test_trains_draws_and_writes(self, run, tmp_path, capsys):
+        run("--steps", "60")
+        printed = capsys.readouterr().out
+        assert float(re.search(r"loss +([\d.]+) after 60 steps", printed)[1]) < 3
+        assert printed.splitlines()[-1].startswith("the ")
+        assert (tmp_path / "out/loss.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_a_resumed_run_is_the_uninterrupted_one(self, run, tmp_path):
+        run("--steps", "12", out="whole")
+        run("--steps", "5", out="parts")
+        run("--steps", "12", "--resume", out="parts")
+        whole, parts = (torch.load(tmp_path / out / "checkpoint.pt") for out in ("whole", "parts"))
+        assert len(whole["losses"]) == 12
+        assert whole["losses"] == parts["losses"]
+
+    def test_losses_agree_with_those_of_f_sdpa_step_by_step(self, run, tmp_path, capsys):
+        run("--steps", "25", "--compare")
+        printed = capsys.readouterr().out
+        assert float(re.search(r"largest difference (\S+),", printed)[1]) < 1e-4
+        assert (tmp_path / "out/compare.png").exists()
+
+    def test_f_sdpa_can_be_trained_alone(self, run, tmp_path):
+        run("--steps", "2", "--attention", "sdpa")
+        assert torch.load(tmp_path / "out/checkpoint.pt")["config"]["attention"] == "sdpa"
+
+    def test_the_scripted_model_stands_alone_and_predicts_the_same(self, char_lm, run, tmp_path):
+        run("--steps", "3")
+        scripted = torch.jit.load(tmp_path / "out/model.pt")
+        model = char_lm.Run.load(tmp_path / "out/checkpoint.pt").model
+        characters = torch.randint(len(model.alphabet), (2, 9))
+        torch.testing.assert_close(scripted(characters), model(characters))
+        assert scripted.complete("the ", 9, 0.0) == model.complete("the ", 9, 0.0)
+
+    @pytest.mark.parametrize("arguments", [["--resume"], ["--context", "100000"]])
+    def test_refuses_what_cannot_be(self, run, capsys, arguments):
+        with pytest.raises(SystemExit) as stop:
+            run(*arguments)
+        assert stop.value.code == 2
+        assert re.search(
+            r"there is no .*checkpoint\.pt to resume|expected at least 200000", capsys.readouterr().err
+        )
+
+
+class TestTrainingStep:
+    @pytest.fixture
+    def training_step(self):
+        return load("benchmarks/training_step.py")
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_prints_a_row_for_each_layer(self, training_step, capsys, monkeypatch, dtype):
+        small = {
+            name: training_step.Setting(setting.make, (2, 49, setting.input[-1]), setting.padded)
+            for name, setting in training_step.SETTINGS.items()
+        }
+        monkeypatch.setattr(training_step, "SETTINGS", small)
+        training_step.main(["--dtype", dtype, "--rounds", "1", "--block", "0.001", "--threads", "1"])
+        rows = re.findall(
+            r"^\| (\S+) +\| (\S+) +\| +[\d.]+ \| +[\d.]+ \| [\d.]+ x \|$", capsys.readouterr().out, re.M
+        )
+        assert rows == [(name, dtype) for name in small]
+
+    def test_steps_of_both_attentions_agree(self, training_step):
+        setting = training_step.Setting(training_step.SETTINGS["swin"].make, (2, 49, 128))
+        training_step.check(training_step.make_steps(setting, torch.float32, 0.0), torch.float32, 0.0)
