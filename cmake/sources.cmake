@@ -18,8 +18,9 @@ set(ATTN_EXT_SOURCES
   csrc/aten/sdpa_aten.cpp
   csrc/cpu/tensor_view.cpp
   csrc/cpu/kernel_choice.cpp
-  csrc/cpu/forward_call.cpp
-  csrc/cpu/sdpa_cpu.cpp
+  csrc/cpu/call.cpp
+  csrc/cpu/forward.cpp
+  csrc/cpu/backward.cpp
   csrc/capability.cpp
   csrc/cpu/peak.cpp
   csrc/explain.cpp

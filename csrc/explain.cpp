@@ -4,7 +4,7 @@
 
 #include "aten/problem.h"
 #include "capability.h"
-#include "cpu/forward_call.h"
+#include "cpu/call.h"
 
 namespace attn_ext {
 
@@ -69,7 +69,7 @@ Explanation explain_kernels(const SdpaArgs& args, const cpu::KernelTable& table)
   const cpu::ForwardParams params = cpu::forward_params(inputs);
   const int threads = cpu::useful_threads(params.shape);
   cpu::ForwardPlan plan;
-  cpu::forward_kernels(table, args.query.scalar_type()).plan(params, threads, plan);
+  cpu::kernels_of(table.forward, args.query.scalar_type()).plan(params, threads, plan);
   const PathText text = text_of(plan.path);
   const int64_t packed = plan.pack_once ? plan.shared_bytes : 0;
   return {.path = text.name,

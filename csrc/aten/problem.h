@@ -69,9 +69,6 @@ struct Chunk {
 /// As many rows to a chunk as keep the scores of one chunk in bounds, whatever the length of the query.
 int64_t rows_per_chunk(const Problem& problem);
 
-/// What a score tensor of one chunk may hold, in elements.
-constexpr int64_t kChunkElements = int64_t{1} << 20;
-constexpr int64_t kMinimumRows = 16;
 
 template <class Function>
 void for_each_chunk(const Problem& problem, Function function) {

@@ -1,5 +1,5 @@
-// The backward kernels against a plain double-precision loop, for every instruction set of this machine. Inputs end at
-// guard pages, scratch memory begins as NaN, tasks run in a mixed order.
+// The backward kernels against a plain double-precision loop, for every instruction set of this machine.
+// Inputs end at guard pages, scratch memory begins as NaN, tasks run in a mixed order.
 #include <functional>
 
 #include "support.h"
@@ -21,9 +21,9 @@ struct Case {
   bool sinks = false;
   double dropout = 0;
   bool grad_output = true, grad_lse = false, grad_weights = false, grad_key_mass = false;
-  bool expanded = false;  // incoming gradients are one number, expanded
+  bool expanded = false;                        // incoming gradients are one number, expanded
   bool query = true, key = true, value = true;  // gradients wanted
-  int masked_keys = 0;    // the last keys are masked out for every query, and hold NaN and Inf
+  int masked_keys = 0;  // the last keys are masked out for every query, and hold NaN and Inf
   bool visible_nan = false;
 };
 
@@ -52,8 +52,9 @@ bool is_visible(const Case& c, const Problem& in, int64_t b, int64_t h, int64_t 
 
 double keep_factor(const Case& c, const Problem& in, int64_t b, int64_t h, int64_t i, int64_t j) {
   if (c.dropout == 0) return 1;
-  const uint32_t draw = philox_draw(static_cast<uint64_t>(in.seed), static_cast<uint32_t>(b), static_cast<uint32_t>(h),
-                                    static_cast<uint32_t>(i), static_cast<uint32_t>(j));
+  const uint32_t draw =
+      philox_draw(static_cast<uint64_t>(in.seed), static_cast<uint32_t>(b), static_cast<uint32_t>(h),
+                  static_cast<uint32_t>(i), static_cast<uint32_t>(j));
   return draw >= static_cast<uint32_t>(std::floor(c.dropout * 4294967296.0)) ? 1 / (1 - c.dropout) : 0;
 }
 
@@ -66,7 +67,8 @@ struct Row {
 Row plain_row(const Case& c, const Problem& in, int64_t b, int64_t h, int64_t i) {
   const int64_t hk = h / (c.query_heads / c.key_heads);
   const auto keys = static_cast<size_t>(c.key_len);
-  Row row{std::vector<double>(keys, -INFINITY), std::vector<double>(keys, 1.0), std::vector<double>(keys, 0.0)};
+  Row row{std::vector<double>(keys, -INFINITY), std::vector<double>(keys, 1.0),
+          std::vector<double>(keys, 0.0)};
   double top = c.sinks ? in.sinks.at(b, h, 0, 0) : -INFINITY;
   for (int64_t j = 0; j < c.key_len; ++j) {
     if (!is_visible(c, in, b, h, i, j)) continue;
@@ -145,14 +147,16 @@ Tensor make_mask(const Case& c, std::mt19937& generator) {
   for (int64_t j = c.key_len - c.masked_keys; has('c') && j < c.key_len; ++j) {
     for (int64_t b = 0; b < mask.sizes[0]; ++b)
       for (int64_t h = 0; h < mask.sizes[1]; ++h)
-        for (int64_t i = 0; i < mask.sizes[2]; ++i) mask.set(b, h, i, j, c.mask_kind == ScalarKind::kBool ? 0 : -INFINITY);
+        for (int64_t i = 0; i < mask.sizes[2]; ++i)
+          mask.set(b, h, i, j, c.mask_kind == ScalarKind::kBool ? 0 : -INFINITY);
   }
   return mask;
 }
 
 Tensor incoming(const Case& c, ScalarKind kind, int64_t rows, int64_t columns, std::mt19937& generator) {
   std::normal_distribution<double> normal;
-  Tensor t = c.expanded ? Tensor(kind, 1, 1, 1, 1) : Tensor(kind, c.batch, c.query_heads, rows, columns, c.layout);
+  Tensor t =
+      c.expanded ? Tensor(kind, 1, 1, 1, 1) : Tensor(kind, c.batch, c.query_heads, rows, columns, c.layout);
   if (c.expanded) t.broadcast_ones();
   t.fill([&] { return normal(generator); });
   return t;
@@ -250,8 +254,8 @@ void set_params(const Case& c, Problem& in) {
     p.rule.sinks = in.sinks.view;
   }
   if (c.dropout > 0) {
-    p.dropout = {true, static_cast<uint32_t>(std::floor(c.dropout * 4294967296.0)), 1 / (1 - c.dropout), &in.seed,
-                 c.batch};
+    p.dropout = {true, static_cast<uint32_t>(std::floor(c.dropout * 4294967296.0)), 1 / (1 - c.dropout),
+                 &in.seed, c.batch};
   }
 }
 
@@ -285,9 +289,11 @@ void compare(const Tensor& got, const Tensor& want, double tolerance, double lea
   });
   each([&](int64_t b, int64_t h, int64_t r, int64_t k) {
     const double x = got.at(b, h, r, k), y = want.at(b, h, r, k);
-    const bool ok = std::isfinite(y) ? std::fabs(x - y) <= tolerance * (std::fabs(y) + 0.3 * scale + least) : !std::isfinite(x);
-    if (!ok) check(false, what + " [" + std::to_string(b) + "," + std::to_string(h) + "," + std::to_string(r) + "," +
-                  std::to_string(k) + "]: " + std::to_string(x) + " for " + std::to_string(y));
+    const bool ok = std::isfinite(y) ? std::fabs(x - y) <= tolerance * (std::fabs(y) + 0.3 * scale + least)
+                                     : !std::isfinite(x);
+    if (!ok)
+      check(false, what + " [" + std::to_string(b) + "," + std::to_string(h) + "," + std::to_string(r) + "," +
+                       std::to_string(k) + "]: " + std::to_string(x) + " for " + std::to_string(y));
   });
 }
 
@@ -326,7 +332,8 @@ void run_case(const Case& base, ScalarKind dtype) {
     if (c.sinks) compare(got.sinks, want.sinks, tolerance, 0.02, name + " sinks");
     const Gradients other = run(c, *isa.table, in, 7);
     check((!c.query || same_bits(got.query, other.query)) && (!c.key || same_bits(got.key, other.key)) &&
-              (!c.value || same_bits(got.value, other.value)) && (!c.mask_grad || same_bits(got.mask, other.mask)) &&
+              (!c.value || same_bits(got.value, other.value)) &&
+              (!c.mask_grad || same_bits(got.mask, other.mask)) &&
               (!c.sinks || same_bits(got.sinks, other.sinks)),
           name + ": other bits with other threads");
     if (failures != before) std::fprintf(stderr, "%s: %d failures\n", name.c_str(), failures - before);
@@ -441,9 +448,10 @@ void add_rules(const Add& add) {
 void add_masks(const Add& add) {
   for (const char* dims : {"c", "r", "rc", "hrc", "bhrc", "brc", "bc", "h", "b"}) {
     for (const ScalarKind kind : {ScalarKind::kBool, ScalarKind::kFloat32, ScalarKind::kNone}) {
-      const std::string name = std::string("mask ") + dims + (kind == ScalarKind::kBool   ? " bool"
-                                                              : kind == ScalarKind::kNone ? " dtype"
-                                                                                          : " float32");
+      const std::string name = std::string("mask ") + dims +
+                               (kind == ScalarKind::kBool   ? " bool"
+                                : kind == ScalarKind::kNone ? " dtype"
+                                                            : " float32");
       add(name.c_str(), [=](Case& c) {
         sized(c, 83, 205, 16, 16);
         c.batch = 3;

@@ -250,7 +250,8 @@ inline cpu::ForwardPlan run_forward(const cpu::KernelTable& table, const cpu::Fo
 }
 
 // The same for a backward call.
-inline cpu::BackwardPlan run_backward(const cpu::KernelTable& table, const cpu::BackwardParams& params, int threads) {
+inline cpu::BackwardPlan run_backward(const cpu::KernelTable& table, const cpu::BackwardParams& params,
+                                      int threads) {
   const cpu::BackwardKernels& kernels = table.backward[dtype_row(params.shape.dtype)];
   cpu::BackwardPlan plan{};
   kernels.plan(params, threads, plan);

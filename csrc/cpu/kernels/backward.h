@@ -4,26 +4,26 @@
 //   allocate plan.shared_bytes once and plan.thread_bytes a thread, both aligned to 64 bytes
 //   for every round in [0, plan.rounds): run(...) for every task in [0, tasks(plan, round))
 //
-// Tasks of one round may run in any order, on any thread: no bit of the result depends on it. A round may begin once
-// all tasks of the one before are done.
+// Tasks of one round may run in any order, on any thread: no bit of the result depends on it. A round may
+// begin once all tasks of the one before are done.
 #pragma once
 
 #include "params.h"
 
 namespace attn_ext::cpu {
 
-// Batches and key heads are the units of work. Units whose gradients meet in the same mask gradient make a chain, which
-// one task takes in order. Where there are few chains, keys and queries are cut into `segments` segments, and in phase
-// t key segment i meets query segment (i + t) mod segments: no two tasks of a phase add to the same gradient, and every
-// sum has one order. All of it follows from the shapes alone.
+// Batches and key heads are the units of work. Units whose gradients meet in the same mask gradient make a
+// chain, which one task takes in order. Where there are few chains, keys and queries are cut into `segments`
+// segments, and in phase t key segment i meets query segment (i + t) mod segments: no two tasks of a phase
+// add to the same gradient, and every sum has one order. All of it follows from the shapes alone.
 struct BackwardPlan {
-  int64_t block_keys, block_queries;   // of a tile
-  int64_t key_blocks, query_blocks;    // of a head
-  int64_t segments;                    // of keys and of queries; 1: a task packs for itself
+  int64_t block_keys, block_queries;  // of a tile
+  int64_t key_blocks, query_blocks;   // of a head
+  int64_t segments;                   // of keys and of queries; 1: a task packs for itself
   int64_t chains, units_per_chain;
-  int64_t mask_copies;                 // of the mask gradient, the caller's own the first
+  int64_t mask_copies;  // of the mask gradient, the caller's own the first
   bool heads_share_mask;
-  bool exact_delta;                    // delta from the tiles rather than from the output
+  bool exact_delta;  // delta from the tiles rather than from the output
   int64_t rounds;
   int64_t prepare_tasks, row_tasks, run_tasks, finish_tasks, sum_tasks;
   int64_t shared_bytes, thread_bytes;

@@ -9,8 +9,8 @@ void BackwardTile<S>::run_cell(int64_t cell, int64_t panel) {
   const bool rows_only = pass_ == TilePass::kRowMax || pass_ == TilePass::kRowSum;
   const bool with_grads = pass_ == TilePass::kDelta || (pass_ == TilePass::kGradients && wants_grads_);
   if (mask_by_key_) prefetch_masks(cell, panel);
-  multiply_cell(cell, panel, keys_.key_rows, row_stride_of<S>(shape.head_dim), queries_.query_columns, shape.head_dim,
-                s_.scores);
+  multiply_cell(cell, panel, keys_.key_rows, row_stride_of<S>(shape.head_dim), queries_.query_columns,
+                shape.head_dim, s_.scores);
   if (with_grads && params_.grad_output.data != nullptr) {
     multiply_cell(cell, panel, keys_.value_rows, row_stride_of<S>(shape.value_dim), queries_.grad_columns,
                   shape.value_dim, s_.grads);
@@ -116,7 +116,8 @@ void BackwardTile<S>::plain_row(T* scores, T* grads, KeyRange span, int64_t pane
   }
 }
 
-// With M the dropout factors: P to M P, and dS = P (M (dP + dW + dMass) - delta), or P M (dP + dW + dMass) to make delta.
+// With M the dropout factors: P to M P, and dS = P (M (dP + dW + dMass) - delta), or P M (dP + dW + dMass) to
+// make delta.
 template <typename S>
 void BackwardTile<S>::full_row(int64_t cell, int64_t panel, int64_t r, KeyRange span) const {
   T* scores = score_row(cell, panel, r);
@@ -124,7 +125,8 @@ void BackwardTile<S>::full_row(int64_t cell, int64_t panel, int64_t r, KeyRange 
   const int64_t key = key_first_ + r;
   const bool to_delta = pass_ == TilePass::kDelta;
   const bool has_grad = params_.grad_output.data != nullptr && (wants_grads_ || to_delta);
-  const T* weight_grads = params_.grad_weights.data != nullptr ? s_.weight_grads + (r - cell) * S::kPanel : nullptr;
+  const T* weight_grads =
+      params_.grad_weights.data != nullptr ? s_.weight_grads + (r - cell) * S::kPanel : nullptr;
   const T* keep = params_.dropout.enabled ? s_.keep + (key - keep_first_) * S::kPanel : nullptr;
   const T mass_grad = params_.grad_key_mass.data != nullptr
                           ? row_pointer<const T>(params_.grad_key_mass, batch_, head_,
@@ -192,11 +194,12 @@ void BackwardTile<S>::finish_side_grads(int64_t cell, int64_t panel) {
   }
 }
 
-// P and dS of keys r and r + 1 and of the 2 x lanes queries from column i of the panel on, as bfloat16: both in pairs
-// of neighbouring queries, dS also in pairs of neighbouring keys. Columns past the panel land in the padding.
+// P and dS of keys r and r + 1 and of the 2 x lanes queries from column i of the panel on, as bfloat16: both
+// in pairs of neighbouring queries, dS also in pairs of neighbouring keys. Columns past the panel land in the
+// padding.
 template <typename S>
-ATTN_EXT_INLINE void BackwardTile<S>::narrow_columns([[maybe_unused]] int64_t panel, [[maybe_unused]] int64_t r,
-                                                     [[maybe_unused]] int64_t i,
+ATTN_EXT_INLINE void BackwardTile<S>::narrow_columns([[maybe_unused]] int64_t panel,
+                                                     [[maybe_unused]] int64_t r, [[maybe_unused]] int64_t i,
                                                      [[maybe_unused]] const Vec<T> (&weights)[2][2],
                                                      [[maybe_unused]] const Vec<T> (&grads)[2][2]) {
 #if defined(__AVX512BF16__)
@@ -207,11 +210,12 @@ ATTN_EXT_INLINE void BackwardTile<S>::narrow_columns([[maybe_unused]] int64_t pa
     const int64_t left = r * s_.operand_stride + (panel + i) / 2;
     store(s_.grads_left + left, (Vec<Operand>)first);
     store(s_.grads_left + left + s_.operand_stride, (Vec<Operand>)second);
-    store(s_.weights_left + left, (Vec<Operand>)_mm512_cvtne2ps_pbh((__m512)weights[0][1], (__m512)weights[0][0]));
+    store(s_.weights_left + left,
+          (Vec<Operand>)_mm512_cvtne2ps_pbh((__m512)weights[0][1], (__m512)weights[0][0]));
     store(s_.weights_left + left + s_.operand_stride,
           (Vec<Operand>)_mm512_cvtne2ps_pbh((__m512)weights[1][1], (__m512)weights[1][0]));
-    Operand* right = s_.grads_right +
-                     (panel / S::kPanel * depth_of<Product>(plan_.block_keys) + r / 2) * S::kPanel + i;
+    Operand* right =
+        s_.grads_right + (panel / S::kPanel * depth_of<Product>(plan_.block_keys) + r / 2) * S::kPanel + i;
     store(right, (Vec<Operand>)_mm512_permutex2var_epi16(first, (__m512i)low, second));
     store(right + S::kLane,
           (Vec<Operand>)_mm512_permutex2var_epi16(first, (__m512i)(low + 0x00100010), second));
@@ -239,8 +243,8 @@ void BackwardTile<S>::narrow_cell(int64_t cell, int64_t panel) {
   }
 }
 
-// finish_weights() and narrow_cell() at once for cells with nothing special about them, P and dS never leaving the
-// registers as float.
+// finish_weights() and narrow_cell() at once for cells with nothing special about them, P and dS never
+// leaving the registers as float.
 template <typename S>
 template <bool Select>
 void BackwardTile<S>::plain_narrow_cell(int64_t cell, int64_t panel) {
@@ -256,8 +260,8 @@ void BackwardTile<S>::plain_narrow_cell(int64_t cell, int64_t panel) {
 #pragma GCC unroll 2
         for (int v = 0; v < 2; ++v) {
           const int64_t at = i + v * S::kLane;
-          const Vec<T> p = weights_of<T, S::kExpDegree, Select>(load(score_row(cell, panel, r + k) + at), factor,
-                                                                load(lse + at));
+          const Vec<T> p = weights_of<T, S::kExpDegree, Select>(load(score_row(cell, panel, r + k) + at),
+                                                                factor, load(lse + at));
           const Vec<T> grad = p * (load(grad_row(cell, panel, r + k) + at) - load(delta + at));
           weights[k][v] = p;
           grads[k][v] = Select ? (p == Vec<T>{} ? Vec<T>{} : grad) : grad;
@@ -275,7 +279,8 @@ void BackwardTile<S>::sum_delta(int64_t cell, int64_t panel) {
   for (int64_t r = cell; r < cell + cell_rows(cell); ++r) {
     const KeyRange span = panel_span(round_down(r, kTileRows), panel);
     const T* grads = grad_row(cell, panel, r);
-    for (int64_t i = span.begin; i < span.end; i += S::kLane) store(delta + i, load(delta + i) + load(grads + i));
+    for (int64_t i = span.begin; i < span.end; i += S::kLane)
+      store(delta + i, load(delta + i) + load(grads + i));
   }
 }
 

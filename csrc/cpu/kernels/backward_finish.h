@@ -22,8 +22,8 @@ void BackwardTasks<S>::store_key_block(const BackwardParams& params, const Backw
   for (int64_t r = 0; r < block_count(shape.key_len, plan.block_keys, block); ++r) {
     if (params.grad_key.data != nullptr) {
       store_scaled_row<S>(grad_key + r * padded_value_dim<S>(shape.head_dim),
-                          row_pointer<Element>(params.grad_key, unit.batch, unit.key_head, first + r), shape.head_dim,
-                          scale);
+                          row_pointer<Element>(params.grad_key, unit.batch, unit.key_head, first + r),
+                          shape.head_dim, scale);
     }
     if (params.grad_value.data != nullptr) {
       store_scaled_row<S>(grad_value + r * padded_value_dim<S>(shape.value_dim),
@@ -36,7 +36,8 @@ void BackwardTasks<S>::store_key_block(const BackwardParams& params, const Backw
 // dQ = scale (dQ^T)^T, a square of lanes at a time.
 template <typename S>
 void BackwardTasks<S>::store_query_block(const BackwardParams& params, const BackwardPlan& plan,
-                                         const UnitMemory& memory, Unit unit, int64_t group_head, int64_t block) {
+                                         const UnitMemory& memory, Unit unit, int64_t group_head,
+                                         int64_t block) {
   if (params.grad_query.data == nullptr) return;
   const AttentionShape& shape = params.shape;
   const int64_t head = unit.key_head * group_size(shape) + group_head, dim = shape.head_dim;
@@ -60,7 +61,8 @@ void BackwardTasks<S>::store_query_block(const BackwardParams& params, const Bac
         for (int64_t i = 0; i < S::kLane; ++i) store_element(to + i * row_stride, square[i]);
         continue;
       }
-      for (int64_t i = 0; i < S::kLane; ++i) square[i] = d + i < dim ? load(from + i * width) * scale : Vec<T>{};
+      for (int64_t i = 0; i < S::kLane; ++i)
+        square[i] = d + i < dim ? load(from + i * width) * scale : Vec<T>{};
       transpose_square<T>(square);
       for (int64_t i = 0; i < smaller(S::kLane, count - q); ++i) {
         store_element_partial(to + i * row_stride, square[i], smaller(S::kLane, dim - d));
@@ -84,8 +86,8 @@ typename S::Accum BackwardTasks<S>::sink_of(const BackwardParams& params, int64_
 
 // dsink = sum over the rows of exp(sink - lse) (dLse - delta)
 template <typename S>
-void BackwardTasks<S>::store_sink(const BackwardParams& params, const BackwardPlan& plan, const UnitMemory& memory,
-                                  Unit unit, int64_t group_head) {
+void BackwardTasks<S>::store_sink(const BackwardParams& params, const BackwardPlan& plan,
+                                  const UnitMemory& memory, Unit unit, int64_t group_head) {
   if (params.grad_sinks == nullptr) return;
   const AttentionShape& shape = params.shape;
   const int64_t head = unit.key_head * group_size(shape) + group_head;
@@ -104,7 +106,8 @@ void BackwardTasks<S>::store_sink(const BackwardParams& params, const BackwardPl
 
 // Tasks: the query blocks of every query head.
 template <typename S>
-void BackwardTasks<S>::finish(const BackwardParams& params, const BackwardPlan& plan, int64_t task, void* shared) {
+void BackwardTasks<S>::finish(const BackwardParams& params, const BackwardPlan& plan, int64_t task,
+                              void* shared) {
   const AttentionShape& shape = params.shape;
   const int64_t group = group_size(shape);
   const int64_t block = task % plan.query_blocks, head = task / plan.query_blocks % shape.query_heads;
@@ -116,12 +119,14 @@ void BackwardTasks<S>::finish(const BackwardParams& params, const BackwardPlan& 
 
 // The copies of the mask gradient, added in their order.
 template <typename S>
-void BackwardTasks<S>::sum_masks(const BackwardParams& params, const BackwardPlan& plan, int64_t task, void* shared) {
+void BackwardTasks<S>::sum_masks(const BackwardParams& params, const BackwardPlan& plan, int64_t task,
+                                 void* shared) {
   const int64_t size = params.grad_mask_size;
   T* to = static_cast<T*>(params.grad_mask.data);
   for (int64_t copy = 1; copy < plan.mask_copies; ++copy) {
     const T* from = mask_copy(params, plan, copy, shared);
-    for (int64_t i = task * size / plan.sum_tasks; i < (task + 1) * size / plan.sum_tasks; ++i) to[i] += from[i];
+    for (int64_t i = task * size / plan.sum_tasks; i < (task + 1) * size / plan.sum_tasks; ++i)
+      to[i] += from[i];
   }
 }
 

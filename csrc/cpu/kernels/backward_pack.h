@@ -1,4 +1,5 @@
-// What the backward reads of a block of queries and of a block of keys, packed for the five products of a tile:
+// What the backward reads of a block of queries and of a block of keys, packed for the five products of a
+// tile:
 //   S^T  = K Q^T      left key_rows,   right query_columns
 //   dP^T = V dO^T     left value_rows, right grad_columns
 //   dV  += P^T dO     left the tile,   right grad_rows
@@ -12,7 +13,9 @@
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
-ATTN_EXT_INLINE int64_t pieces(int64_t count, int64_t size) { return (count + size - 1) / size; }
+ATTN_EXT_INLINE int64_t pieces(int64_t count, int64_t size) {
+  return (count + size - 1) / size;
+}
 
 // rows: of queries, in panels of kPanel as columns, in panels of the dim's own width as rows.
 template <typename S>
@@ -22,11 +25,11 @@ struct QueryPack {
   typename S::Operand* grad_columns;   // (query panels, depth of Dv, panel width)
   typename S::Operand* query_rows;     // (D panels, depth of queries, width)
   typename S::Operand* grad_rows;      // (Dv panels, depth of queries, width)
-  T* lse;         // in units of log2; +inf where a row sees no key, so that its weights come out as 0
-  T* delta;       // rowsum(P dP) - dLse
-  T* row_scale;   // 1, but for far rows
+  T* lse;                // in units of log2; +inf where a row sees no key, so that its weights come out as 0
+  T* delta;              // rowsum(P dP) - dLse
+  T* row_scale;          // 1, but for far rows
   T *row_max, *row_sum;  // of far rows, in the making
-  T* grad_query;  // (query panels, D, panel width), to be scaled
+  T* grad_query;         // (query panels, D, panel width), to be scaled
   int64_t* has_dead_rows;
   int64_t* has_far_rows;
 };
@@ -35,8 +38,9 @@ template <typename S>
 struct KeyPack {
   typename S::Operand* key_rows;    // (keys, key_stride)
   typename S::Operand* value_rows;  // (keys, value_stride)
-  typename S::Operand* key_depth;   // (depth of keys, padded D); 0 in place of NaN and Inf, centred where keys_centre
-  typename S::Accum* centre;        // (padded D)
+  typename S::Operand*
+      key_depth;  // (depth of keys, padded D); 0 in place of NaN and Inf, centred where keys_centre
+  typename S::Accum* centre;  // (padded D)
   int64_t* has_bad_keys;
   int64_t* has_bad_values;
 };
@@ -79,7 +83,8 @@ KeyPack<S> take_key_pack(Arena& arena, const AttentionShape& shape, int64_t keys
   KeyPack<S> pack;
   pack.key_rows = take<Operand>(arena, keys * row_stride_of<S>(shape.head_dim));
   pack.value_rows = take<Operand>(arena, keys * row_stride_of<S>(shape.value_dim));
-  pack.key_depth = take<Operand>(arena, depth_of<typename S::Product>(keys) * padded_value_dim<S>(shape.head_dim));
+  pack.key_depth =
+      take<Operand>(arena, depth_of<typename S::Product>(keys) * padded_value_dim<S>(shape.head_dim));
   pack.centre = take<typename S::Accum>(arena, padded_value_dim<S>(shape.head_dim));
   pack.has_bad_keys = take<int64_t>(arena, 1);
   pack.has_bad_values = take<int64_t>(arena, 1);
@@ -90,13 +95,14 @@ KeyPack<S> take_key_pack(Arena& arena, const AttentionShape& shape, int64_t keys
 template <typename Element>
 ATTN_EXT_INLINE Matrix<Element> rows_of(const TensorView& view, int64_t batch, int64_t head, int64_t first,
                                         int64_t count, int64_t columns) {
-  return {row_pointer<const Element>(view, batch, head, first), view.row_stride, view.column_stride, count, columns};
+  return {row_pointer<const Element>(view, batch, head, first), view.row_stride, view.column_stride, count,
+          columns};
 }
 
 // One matrix of a query block in both of its forms.
 template <typename S>
-void pack_query_side(const Matrix<typename S::Element>& m, typename S::Operand* columns, typename S::Operand* rows,
-                     int64_t block_queries) {
+void pack_query_side(const Matrix<typename S::Element>& m, typename S::Operand* columns,
+                     typename S::Operand* rows, int64_t block_queries) {
   using Product = typename S::Product;
   const int64_t depth = depth_of<Product>(m.columns);
   for (int64_t first = 0; first < m.rows; first += S::kPanel) {
@@ -104,7 +110,8 @@ void pack_query_side(const Matrix<typename S::Element>& m, typename S::Operand* 
     pack_column_panel<Product>(m, first, width, columns + first * depth);
   }
   const int64_t width = value_panel_width<S>(m.columns);
-  pack_row_panels<Product>(m, 0, depth_of<Product>(m.rows), width, rows, depth_of<Product>(block_queries) * width);
+  pack_row_panels<Product>(m, 0, depth_of<Product>(m.rows), width, rows,
+                           depth_of<Product>(block_queries) * width);
 }
 
 template <typename Element>
@@ -115,14 +122,17 @@ ATTN_EXT_INLINE Compute<Element> dot_rows(const Matrix<Element>& a, const Matrix
   const Element* y = b.data + row * b.row_stride;
   if (a.column_stride != 1 || b.column_stride != 1) {
     T sum = 0;
-    for (int64_t c = 0; c < a.columns; ++c) sum += to_compute(x[c * a.column_stride]) * to_compute(y[c * b.column_stride]);
+    for (int64_t c = 0; c < a.columns; ++c)
+      sum += to_compute(x[c * a.column_stride]) * to_compute(y[c * b.column_stride]);
     return sum;
   }
   Vec<T> sums = {};
   int64_t c = 0;
-  for (; c + kWidth <= a.columns; c += kWidth) sums = multiply_add(load_compute(x + c), load_compute(y + c), sums);
+  for (; c + kWidth <= a.columns; c += kWidth)
+    sums = multiply_add(load_compute(x + c), load_compute(y + c), sums);
   if (c < a.columns) {
-    sums = multiply_add(load_compute_partial(x + c, a.columns - c), load_compute_partial(y + c, a.columns - c), sums);
+    sums = multiply_add(load_compute_partial(x + c, a.columns - c),
+                        load_compute_partial(y + c, a.columns - c), sums);
   }
   return lane_sum<T>(sums);
 }
@@ -133,8 +143,9 @@ ATTN_EXT_INLINE bool row_is_masked(const ScoreRule& rule, int64_t batch, int64_t
          *row_pointer<const uint8_t>(rule.mask, batch, head, row) == 0;
 }
 
-// A row whose scores are so far from 0 that lse, rounded as they are, says little about their sum, as happens where a
-// bias of -1e9 or the lowest finite value hides all keys. Its weights are made as 2^(s - row max) / row sum again.
+// A row whose scores are so far from 0 that lse, rounded as they are, says little about their sum, as happens
+// where a bias of -1e9 or the lowest finite value hides all keys. Its weights are made as 2^(s - row max) /
+// row sum again.
 constexpr double kFarScore = 4096;  // in units of log2
 
 template <typename T>
@@ -148,19 +159,22 @@ ATTN_EXT_INLINE bool has_bias(const ScoreRule& rule) {
 
 // lse, and delta = rowsum(dO O) - dLse unless the tiles are to make it.
 template <typename S>
-void set_row_terms(const BackwardParams& params, const QueryPack<S>& pack, int64_t batch, int64_t head, int64_t first,
-                   int64_t count, int64_t queries, bool exact_delta) {
+void set_row_terms(const BackwardParams& params, const QueryPack<S>& pack, int64_t batch, int64_t head,
+                   int64_t first, int64_t count, int64_t queries, bool exact_delta) {
   using Element = typename S::Element;
   using T = typename S::Accum;
   const AttentionShape& shape = params.shape;
   const bool from_output = params.grad_output.data != nullptr && !exact_delta;
-  const Matrix<Element> grad = rows_of<Element>(params.grad_output, batch, head, first, count, shape.value_dim);
+  const Matrix<Element> grad =
+      rows_of<Element>(params.grad_output, batch, head, first, count, shape.value_dim);
   const Matrix<Element> output = rows_of<Element>(params.output, batch, head, first, count, shape.value_dim);
-  const T* lse = static_cast<const T*>(params.lse) + (batch * shape.query_heads + head) * shape.query_len + first;
+  const T* lse =
+      static_cast<const T*>(params.lse) + (batch * shape.query_heads + head) * shape.query_len + first;
   *pack.has_dead_rows = count < queries;
   *pack.has_far_rows = 0;
   for (int64_t r = 0; r < queries; ++r) {
-    const bool live = r < count && lse[r] != -kInfinity<T> && !row_is_masked(params.rule, batch, head, first + r);
+    const bool live =
+        r < count && lse[r] != -kInfinity<T> && !row_is_masked(params.rule, batch, head, first + r);
     pack.lse[r] = live ? static_cast<T>(lse[r] * static_cast<T>(kLog2E)) : kInfinity<T>;
     pack.delta[r] = live && from_output ? dot_rows(grad, output, r) : 0;
     if (r < count && params.grad_lse.data != nullptr) {
@@ -171,24 +185,6 @@ void set_row_terms(const BackwardParams& params, const QueryPack<S>& pack, int64
     pack.row_scale[r] = 1;
     pack.row_max[r] = -kInfinity<T>;
     pack.row_sum[r] = 0;
-  }
-}
-
-template <typename S>
-void pack_query_block(const BackwardParams& params, const QueryPack<S>& pack, int64_t batch, int64_t head,
-                      int64_t first, int64_t count, int64_t block_queries, bool exact_delta) {
-  using Element = typename S::Element;
-  const AttentionShape& shape = params.shape;
-  const int64_t queries = round_up(count, S::kLane);
-  pack_query_side<S>(rows_of<Element>(params.query, batch, head, first, count, shape.head_dim), pack.query_columns,
-                     pack.query_rows, block_queries);
-  if (params.grad_output.data != nullptr) {
-    pack_query_side<S>(rows_of<Element>(params.grad_output, batch, head, first, count, shape.value_dim),
-                       pack.grad_columns, pack.grad_rows, block_queries);
-  }
-  set_row_terms<S>(params, pack, batch, head, first, count, queries, exact_delta);
-  if (params.grad_query.data != nullptr) {
-    memset(pack.grad_query, 0, static_cast<size_t>(queries * shape.head_dim) * sizeof(typename S::Accum));
   }
 }
 
@@ -216,14 +212,70 @@ bool all_finite(const Matrix<Element>& m) {
   return finite && lane_sum<T>(residue) == 0;
 }
 
-// delta from an output rounded to 16 bits is off by some e, and with it dS of the whole row by e P: dQ by e times the
-// mean key. Where a row of dS sums to 0, dQ = dS (K - c) for any c, and with c close to the mean key e matters no more.
+// Puts 0 for element (r, c) of a query block's row panels.
+template <typename S>
+void clear_in_rows(typename S::Operand* rows, int64_t dim, int64_t block_queries, int64_t r, int64_t c) {
+  const int64_t width = value_panel_width<S>(dim);
+  const int64_t panel_stride = depth_of<typename S::Product>(block_queries) * width;
+  typename S::Operand& operand = rows[c / width * panel_stride + r / S::kDepth * width + c % width];
+  if constexpr (S::kNarrow) {
+    operand &= r % 2 == 0 ? 0xffff0000u : 0x0000ffffu;
+  } else {
+    operand = 0;
+  }
+}
+
+// dS is 0 where a query does not see a key, and 0 NaN would be NaN: a query's NaN and Inf stay out of dK,
+// where those that keys see show through dS itself, and whatever a dead row holds stays out of dV.
+template <typename S>
+void clear_nonfinite_rows(const BackwardParams& params, const QueryPack<S>& pack, int64_t batch, int64_t head,
+                          int64_t first, int64_t count, int64_t block_queries) {
+  using Element = typename S::Element;
+  const AttentionShape& shape = params.shape;
+  const auto clear = [&](const Matrix<Element>& m, typename S::Operand* rows, bool dead_only) {
+    if (all_finite(m)) return;
+    for (int64_t r = 0; r < count; ++r) {
+      if (dead_only && pack.lse[r] != kInfinity<typename S::Accum>) continue;
+      for (int64_t c = 0; c < m.columns; ++c) {
+        if (!is_finite_at(m, r, c)) clear_in_rows<S>(rows, m.columns, block_queries, r, c);
+      }
+    }
+  };
+  clear(rows_of<Element>(params.query, batch, head, first, count, shape.head_dim), pack.query_rows, false);
+  if (params.grad_output.data != nullptr && *pack.has_dead_rows != 0) {
+    clear(rows_of<Element>(params.grad_output, batch, head, first, count, shape.value_dim), pack.grad_rows,
+          true);
+  }
+}
+
+template <typename S>
+void pack_query_block(const BackwardParams& params, const QueryPack<S>& pack, int64_t batch, int64_t head,
+                      int64_t first, int64_t count, int64_t block_queries, bool exact_delta) {
+  using Element = typename S::Element;
+  const AttentionShape& shape = params.shape;
+  const int64_t queries = round_up(count, S::kLane);
+  pack_query_side<S>(rows_of<Element>(params.query, batch, head, first, count, shape.head_dim),
+                     pack.query_columns, pack.query_rows, block_queries);
+  if (params.grad_output.data != nullptr) {
+    pack_query_side<S>(rows_of<Element>(params.grad_output, batch, head, first, count, shape.value_dim),
+                       pack.grad_columns, pack.grad_rows, block_queries);
+  }
+  set_row_terms<S>(params, pack, batch, head, first, count, queries, exact_delta);
+  clear_nonfinite_rows<S>(params, pack, batch, head, first, count, block_queries);
+  if (params.grad_query.data != nullptr) {
+    memset(pack.grad_query, 0, static_cast<size_t>(queries * shape.head_dim) * sizeof(typename S::Accum));
+  }
+}
+
+// delta from an output rounded to 16 bits is off by some e, and with it dS of the whole row by e P: dQ by e
+// times the mean key. Where a row of dS sums to 0, dQ = dS (K - c) for any c, and with c close to the mean
+// key e matters no more.
 template <typename S>
 ATTN_EXT_INLINE bool keys_centre(const BackwardParams& params) {
   const ScoreRule& rule = params.rule;
   return sizeof(typename S::Element) == 2 && !S::kNarrow && rule.mask_kind == ScalarKind::kNone &&
-         rule.sinks_kind == ScalarKind::kNone && rule.softcap == 0 && rule.window_left < 0 && rule.window_right < 0 &&
-         params.grad_lse.data == nullptr;
+         rule.sinks_kind == ScalarKind::kNone && rule.softcap == 0 && rule.window_left < 0 &&
+         rule.window_right < 0 && params.grad_lse.data == nullptr;
 }
 
 constexpr int64_t kCentreKeys = 256;
@@ -258,7 +310,8 @@ void pack_key_block(const BackwardParams& params, const KeyPack<S>& pack, int64_
   using Product = typename S::Product;
   const AttentionShape& shape = params.shape;
   const Matrix<Element> key = rows_of<Element>(params.key, batch, key_head, first, count, shape.head_dim);
-  const Matrix<Element> value = rows_of<Element>(params.value, batch, key_head, first, count, shape.value_dim);
+  const Matrix<Element> value =
+      rows_of<Element>(params.value, batch, key_head, first, count, shape.value_dim);
   pack_rows<Product>(key, 0, count, pack.key_rows, row_stride_of<S>(shape.head_dim));
   pack_rows<Product>(value, 0, count, pack.value_rows, row_stride_of<S>(shape.value_dim));
   const int64_t width = padded_value_dim<S>(shape.head_dim);

@@ -7,7 +7,11 @@ template <typename S>
 void BackwardTasks<S>::plan(const BackwardParams& params, int, BackwardPlan& plan) {
   plan = {};
   const AttentionShape& shape = params.shape;
-  plan.exact_delta = params.grad_weights.data != nullptr || params.grad_key_mass.data != nullptr;
+  // dS sums to 0 along a row only with the very delta that its tiles give: a bias that is the same for all
+  // keys has nothing but such sums as its gradient.
+  const bool sums_rows =
+      params.grad_mask.data != nullptr && params.grad_mask.column_stride == 0 && shape.key_len > 1;
+  plan.exact_delta = params.grad_weights.data != nullptr || params.grad_key_mass.data != nullptr || sums_rows;
   choose_blocks(shape, plan);
   choose_chains(params, plan);
   plan.rounds = plan.segments + 4;
@@ -47,7 +51,8 @@ void BackwardTasks<S>::choose_blocks(const AttentionShape& shape, BackwardPlan& 
 template <typename S>
 bool BackwardTasks<S>::batches_share_mask(const BackwardParams& params) {
   const TensorView& view = params.grad_mask;
-  return view.data != nullptr && params.shape.batch > 1 && (view.batch_offsets != nullptr || view.batch_stride == 0);
+  return view.data != nullptr && params.shape.batch > 1 &&
+         (view.batch_offsets != nullptr || view.batch_stride == 0);
 }
 
 template <typename S>
@@ -61,7 +66,8 @@ void BackwardTasks<S>::choose_chains(const BackwardParams& params, BackwardPlan&
   plan.mask_copies = 1;
   plan.segments = 1;
   if (units == 0) return;
-  const int64_t longest = larger(1, smaller(shape.key_len / kSegmentLength, shape.query_len / kSegmentLength));
+  const int64_t longest =
+      larger(1, smaller(shape.key_len / kSegmentLength, shape.query_len / kSegmentLength));
   if (view.data != nullptr) {
     // Copies cost a clearing and a summing: as many as there are tasks only of a small mask, else just a few.
     const int64_t size = larger(1, params.grad_mask_size);
@@ -77,8 +83,9 @@ void BackwardTasks<S>::choose_chains(const BackwardParams& params, BackwardPlan&
 }
 
 template <typename S>
-typename BackwardTasks<S>::Unit BackwardTasks<S>::chain_unit(const BackwardParams& params, const BackwardPlan& plan,
-                                                             int64_t chain, int64_t index) {
+typename BackwardTasks<S>::Unit BackwardTasks<S>::chain_unit(const BackwardParams& params,
+                                                             const BackwardPlan& plan, int64_t chain,
+                                                             int64_t index) {
   const int64_t heads = params.shape.key_heads;
   const int64_t group = chain / plan.mask_copies;
   const bool by_batch = batches_share_mask(params);
@@ -90,7 +97,8 @@ typename BackwardTasks<S>::Unit BackwardTasks<S>::chain_unit(const BackwardParam
 template <typename S>
 KeyRange BackwardTasks<S>::chain_members(const BackwardParams&, const BackwardPlan& plan, int64_t chain) {
   const int64_t copy = chain % plan.mask_copies;
-  return {copy * plan.units_per_chain / plan.mask_copies, (copy + 1) * plan.units_per_chain / plan.mask_copies};
+  return {copy * plan.units_per_chain / plan.mask_copies,
+          (copy + 1) * plan.units_per_chain / plan.mask_copies};
 }
 
 template <typename S>
@@ -116,16 +124,16 @@ template <typename S>
 int64_t BackwardTasks<S>::packed_bytes(const BackwardParams& params, const BackwardPlan& plan) {
   const AttentionShape& shape = params.shape;
   if (plan.segments == 1) return 0;
-  const int64_t key_bytes =
-      key_pack_bytes(shape, plan) + round_up(key_sums_size(shape, plan) * static_cast<int64_t>(sizeof(T)), 64);
+  const int64_t key_bytes = key_pack_bytes(shape, plan) +
+                            round_up(key_sums_size(shape, plan) * static_cast<int64_t>(sizeof(T)), 64);
   return shape.batch * (shape.query_heads * plan.query_blocks * query_pack_bytes(shape, plan) +
                         shape.key_heads * plan.key_blocks * key_bytes);
 }
 
 template <typename S>
 void BackwardTasks<S>::choose_memory(const BackwardParams& params, BackwardPlan& plan) {
-  plan.shared_bytes =
-      packed_bytes(params, plan) + (plan.mask_copies - 1) * params.grad_mask_size * static_cast<int64_t>(sizeof(T));
+  plan.shared_bytes = packed_bytes(params, plan) +
+                      (plan.mask_copies - 1) * params.grad_mask_size * static_cast<int64_t>(sizeof(T));
   Arena arena{nullptr, 0};
   take_tile_scratch<S>(arena, params, plan.block_keys, plan.block_queries);
   if (plan.segments == 1) thread_memory(params, plan, arena);
@@ -152,7 +160,8 @@ typename BackwardTasks<S>::UnitMemory BackwardTasks<S>::shared_memory(const Back
 
 template <typename S>
 typename BackwardTasks<S>::UnitMemory BackwardTasks<S>::thread_memory(const BackwardParams& params,
-                                                                      const BackwardPlan& plan, Arena& arena) {
+                                                                      const BackwardPlan& plan,
+                                                                      Arena& arena) {
   const AttentionShape& shape = params.shape;
   UnitMemory memory{};
   memory.query_bytes = query_pack_bytes(shape, plan);
@@ -173,16 +182,16 @@ QueryPack<S> BackwardTasks<S>::query_pack(const BackwardParams& params, const Ba
 }
 
 template <typename S>
-KeyPack<S> BackwardTasks<S>::key_pack(const BackwardParams& params, const BackwardPlan& plan, const UnitMemory& memory,
-                                      int64_t block) {
+KeyPack<S> BackwardTasks<S>::key_pack(const BackwardParams& params, const BackwardPlan& plan,
+                                      const UnitMemory& memory, int64_t block) {
   Arena arena{memory.keys + (memory.one_key_block ? 0 : block * memory.key_bytes), 0};
   return take_key_pack<S>(arena, params.shape, plan.block_keys);
 }
 
 // The chain's own copy of the mask gradient; the first is the caller's, the others lie behind the packs.
 template <typename S>
-typename S::Accum* BackwardTasks<S>::mask_copy(const BackwardParams& params, const BackwardPlan& plan, int64_t chain,
-                                               void* shared) {
+typename S::Accum* BackwardTasks<S>::mask_copy(const BackwardParams& params, const BackwardPlan& plan,
+                                               int64_t chain, void* shared) {
   const int64_t copy = chain % plan.mask_copies;
   if (copy == 0) return static_cast<T*>(params.grad_mask.data);
   return reinterpret_cast<T*>(static_cast<char*>(shared) + packed_bytes(params, plan)) +

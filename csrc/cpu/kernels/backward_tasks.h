@@ -13,9 +13,9 @@ namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 #endif
 constexpr int64_t kBackwardKeys = ATTN_EXT_BACKWARD_KEYS;  // of a tile, at most
 constexpr int64_t kBackwardQueries = ATTN_EXT_BACKWARD_QUERIES;
-constexpr int64_t kManyTasks = 128;           // enough for the threads of any machine
-constexpr int64_t kSegmentLength = 256;       // at least so many keys and queries
-constexpr int64_t kFewTasks = 16;             // enough for most
+constexpr int64_t kManyTasks = 128;              // enough for the threads of any machine
+constexpr int64_t kSegmentLength = 256;          // at least so many keys and queries
+constexpr int64_t kFewTasks = 16;                // enough for most
 constexpr int64_t kMaskCopyElements = 1 << 22;   // of all copies of the mask gradient, to get few tasks
 constexpr int64_t kSmallMaskElements = 1 << 18;  // the same, to get many
 
@@ -26,8 +26,8 @@ struct BackwardTasks {
 
   static void plan(const BackwardParams& params, int threads, BackwardPlan& plan);
   static int64_t tasks(const BackwardPlan& plan, int64_t round);
-  static void run(const BackwardParams& params, const BackwardPlan& plan, int64_t round, int64_t task, void* shared,
-                  void* scratch);
+  static void run(const BackwardParams& params, const BackwardPlan& plan, int64_t round, int64_t task,
+                  void* shared, void* scratch);
 
  private:
   struct Unit {
@@ -38,12 +38,15 @@ struct BackwardTasks {
   static void choose_blocks(const AttentionShape& shape, BackwardPlan& plan);
   static void choose_chains(const BackwardParams& params, BackwardPlan& plan);
   static void choose_memory(const BackwardParams& params, BackwardPlan& plan);
-  static int64_t group_size(const AttentionShape& shape) { return shape.query_heads / larger(1, shape.key_heads); }
+  static int64_t group_size(const AttentionShape& shape) {
+    return shape.query_heads / larger(1, shape.key_heads);
+  }
   static int64_t query_pack_bytes(const AttentionShape& shape, const BackwardPlan& plan);
   static int64_t key_pack_bytes(const AttentionShape& shape, const BackwardPlan& plan);
   static int64_t key_sums_size(const AttentionShape& shape, const BackwardPlan& plan);
   static int64_t packed_bytes(const BackwardParams& params, const BackwardPlan& plan);
-  static Unit chain_unit(const BackwardParams& params, const BackwardPlan& plan, int64_t chain, int64_t index);
+  static Unit chain_unit(const BackwardParams& params, const BackwardPlan& plan, int64_t chain,
+                         int64_t index);
   static KeyRange chain_members(const BackwardParams& params, const BackwardPlan& plan, int64_t chain);
   static bool batches_share_mask(const BackwardParams& params);
 
@@ -55,10 +58,11 @@ struct BackwardTasks {
     int64_t query_bytes, key_bytes, key_sums_size;
     bool one_key_block;
   };
-  static UnitMemory shared_memory(const BackwardParams& params, const BackwardPlan& plan, Unit unit, void* shared);
+  static UnitMemory shared_memory(const BackwardParams& params, const BackwardPlan& plan, Unit unit,
+                                  void* shared);
   static UnitMemory thread_memory(const BackwardParams& params, const BackwardPlan& plan, Arena& arena);
-  static QueryPack<S> query_pack(const BackwardParams& params, const BackwardPlan& plan, const UnitMemory& memory,
-                                 int64_t group_head, int64_t block);
+  static QueryPack<S> query_pack(const BackwardParams& params, const BackwardPlan& plan,
+                                 const UnitMemory& memory, int64_t group_head, int64_t block);
   static KeyPack<S> key_pack(const BackwardParams& params, const BackwardPlan& plan, const UnitMemory& memory,
                              int64_t block);
   static T* key_sums(const UnitMemory& memory, int64_t block) {
@@ -66,17 +70,17 @@ struct BackwardTasks {
   }
   static T* mask_copy(const BackwardParams& params, const BackwardPlan& plan, int64_t chain, void* shared);
 
-  static void pack_queries(const BackwardParams& params, const BackwardPlan& plan, const UnitMemory& memory, Unit unit,
-                           int64_t group_head, int64_t block);
-  static void pack_keys(const BackwardParams& params, const BackwardPlan& plan, const UnitMemory& memory, Unit unit,
-                        int64_t block);
+  static void pack_queries(const BackwardParams& params, const BackwardPlan& plan, const UnitMemory& memory,
+                           Unit unit, int64_t group_head, int64_t block);
+  static void pack_keys(const BackwardParams& params, const BackwardPlan& plan, const UnitMemory& memory,
+                        Unit unit, int64_t block);
   static void prepare(const BackwardParams& params, const BackwardPlan& plan, int64_t task, void* shared);
   static void prepare_rows(const BackwardParams& params, const BackwardPlan& plan, int64_t task, void* shared,
-                         void* scratch);
+                           void* scratch);
   static void make_rows(const BackwardParams& params, const BackwardPlan& plan, BackwardTile<S>& tile,
                         const UnitMemory& memory, Unit unit, KeyRange packs);
-  static void finish_far_rows(const BackwardParams& params, const BackwardPlan& plan, int64_t batch, int64_t head,
-                              const QueryPack<S>& pack);
+  static void finish_far_rows(const BackwardParams& params, const BackwardPlan& plan, int64_t batch,
+                              int64_t head, const QueryPack<S>& pack);
   static T sink_of(const BackwardParams& params, int64_t batch, int64_t head);
   static void run_chain(const BackwardParams& params, const BackwardPlan& plan, int64_t chain, void* shared,
                         void* scratch);
@@ -87,16 +91,18 @@ struct BackwardTasks {
   static void set_keys(const BackwardParams& params, const BackwardPlan& plan, BackwardTile<S>& tile,
                        const UnitMemory& memory, Unit unit, int64_t block);
   static void clear_key_block(const UnitMemory& memory, int64_t block);
-  static void store_key_block(const BackwardParams& params, const BackwardPlan& plan, const UnitMemory& memory,
-                              Unit unit, int64_t block);
-  static void store_query_block(const BackwardParams& params, const BackwardPlan& plan, const UnitMemory& memory,
-                                Unit unit, int64_t group_head, int64_t block);
-  static void store_sink(const BackwardParams& params, const BackwardPlan& plan, const UnitMemory& memory, Unit unit,
-                         int64_t group_head);
+  static void store_key_block(const BackwardParams& params, const BackwardPlan& plan,
+                              const UnitMemory& memory, Unit unit, int64_t block);
+  static void store_query_block(const BackwardParams& params, const BackwardPlan& plan,
+                                const UnitMemory& memory, Unit unit, int64_t group_head, int64_t block);
+  static void store_sink(const BackwardParams& params, const BackwardPlan& plan, const UnitMemory& memory,
+                         Unit unit, int64_t group_head);
   static void finish(const BackwardParams& params, const BackwardPlan& plan, int64_t task, void* shared);
   static void sum_masks(const BackwardParams& params, const BackwardPlan& plan, int64_t task, void* shared);
 
-  static int64_t block_count(int64_t len, int64_t size, int64_t block) { return smaller(size, len - block * size); }
+  static int64_t block_count(int64_t len, int64_t size, int64_t block) {
+    return smaller(size, len - block * size);
+  }
 };
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY
@@ -107,17 +113,18 @@ struct BackwardTasks {
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
 template <typename S>
-void BackwardTasks<S>::pack_queries(const BackwardParams& params, const BackwardPlan& plan, const UnitMemory& memory,
-                                    Unit unit, int64_t group_head, int64_t block) {
+void BackwardTasks<S>::pack_queries(const BackwardParams& params, const BackwardPlan& plan,
+                                    const UnitMemory& memory, Unit unit, int64_t group_head, int64_t block) {
   const AttentionShape& shape = params.shape;
   pack_query_block<S>(params, query_pack(params, plan, memory, group_head, block), unit.batch,
                       unit.key_head * group_size(shape) + group_head, block * plan.block_queries,
-                      block_count(shape.query_len, plan.block_queries, block), plan.block_queries, plan.exact_delta);
+                      block_count(shape.query_len, plan.block_queries, block), plan.block_queries,
+                      plan.exact_delta);
 }
 
 template <typename S>
-void BackwardTasks<S>::pack_keys(const BackwardParams& params, const BackwardPlan& plan, const UnitMemory& memory,
-                                 Unit unit, int64_t block) {
+void BackwardTasks<S>::pack_keys(const BackwardParams& params, const BackwardPlan& plan,
+                                 const UnitMemory& memory, Unit unit, int64_t block) {
   pack_key_block<S>(params, key_pack(params, plan, memory, block), unit.batch, unit.key_head,
                     block * plan.block_keys, block_count(params.shape.key_len, plan.block_keys, block));
 }
@@ -127,13 +134,15 @@ void BackwardTasks<S>::set_keys(const BackwardParams& params, const BackwardPlan
                                 const UnitMemory& memory, Unit unit, int64_t block) {
   T* sums = key_sums(memory, block);
   tile.set_keys(unit.batch, unit.key_head, block * plan.block_keys,
-                block_count(params.shape.key_len, plan.block_keys, block), key_pack(params, plan, memory, block), sums,
+                block_count(params.shape.key_len, plan.block_keys, block),
+                key_pack(params, plan, memory, block), sums,
                 sums + plan.block_keys * padded_value_dim<S>(params.shape.head_dim));
 }
 
 template <typename S>
-void BackwardTasks<S>::run_key_block(const BackwardParams& params, const BackwardPlan& plan, BackwardTile<S>& tile,
-                                     const UnitMemory& memory, Unit unit, int64_t block, KeyRange query_blocks) {
+void BackwardTasks<S>::run_key_block(const BackwardParams& params, const BackwardPlan& plan,
+                                     BackwardTile<S>& tile, const UnitMemory& memory, Unit unit,
+                                     int64_t block, KeyRange query_blocks) {
   const int64_t group = group_size(params.shape);
   set_keys(params, plan, tile, memory, unit, block);
   for (int64_t head = 0; head < group; ++head) {
@@ -152,11 +161,12 @@ void BackwardTasks<S>::clear_key_block(const UnitMemory& memory, int64_t block) 
 
 // A chain from packing to the gradients, in a thread's own memory.
 template <typename S>
-void BackwardTasks<S>::run_chain(const BackwardParams& params, const BackwardPlan& plan, int64_t chain, void* shared,
-                                 void* scratch) {
+void BackwardTasks<S>::run_chain(const BackwardParams& params, const BackwardPlan& plan, int64_t chain,
+                                 void* shared, void* scratch) {
   const int64_t group = group_size(params.shape);
   Arena arena{static_cast<char*>(scratch), 0};
-  const TileScratch<S> tile_scratch = take_tile_scratch<S>(arena, params, plan.block_keys, plan.block_queries);
+  const TileScratch<S> tile_scratch =
+      take_tile_scratch<S>(arena, params, plan.block_keys, plan.block_queries);
   const UnitMemory memory = thread_memory(params, plan, arena);
   BackwardTile<S> tile(params, plan, tile_scratch);
   tile.set_grad_mask(mask_copy(params, plan, chain, shared));
@@ -182,20 +192,22 @@ void BackwardTasks<S>::run_chain(const BackwardParams& params, const BackwardPla
 
 // Key segment i of a chain's units meets query segment (i + phase) mod segments.
 template <typename S>
-void BackwardTasks<S>::run_phase(const BackwardParams& params, const BackwardPlan& plan, int64_t phase, int64_t task,
-                                 void* shared, void* scratch) {
+void BackwardTasks<S>::run_phase(const BackwardParams& params, const BackwardPlan& plan, int64_t phase,
+                                 int64_t task, void* shared, void* scratch) {
   const int64_t chain = task / plan.segments, i = task % plan.segments, j = (i + phase) % plan.segments;
   Arena arena{static_cast<char*>(scratch), 0};
-  const TileScratch<S> tile_scratch = take_tile_scratch<S>(arena, params, plan.block_keys, plan.block_queries);
+  const TileScratch<S> tile_scratch =
+      take_tile_scratch<S>(arena, params, plan.block_keys, plan.block_queries);
   BackwardTile<S> tile(params, plan, tile_scratch);
   tile.set_grad_mask(mask_copy(params, plan, chain, shared));
   const KeyRange members = chain_members(params, plan, chain);
-  const KeyRange query_blocks{j * plan.query_blocks / plan.segments, (j + 1) * plan.query_blocks / plan.segments};
+  const KeyRange query_blocks{j * plan.query_blocks / plan.segments,
+                              (j + 1) * plan.query_blocks / plan.segments};
   for (int64_t index = members.begin; index < members.end; ++index) {
     const Unit unit = chain_unit(params, plan, chain, index);
     const UnitMemory memory = shared_memory(params, plan, unit, shared);
-    for (int64_t block = i * plan.key_blocks / plan.segments; block < (i + 1) * plan.key_blocks / plan.segments;
-         ++block) {
+    for (int64_t block = i * plan.key_blocks / plan.segments;
+         block < (i + 1) * plan.key_blocks / plan.segments; ++block) {
       if (phase == 0) clear_key_block(memory, block);
       run_key_block(params, plan, tile, memory, unit, block, query_blocks);
       if (phase == plan.segments - 1) store_key_block(params, plan, memory, unit, block);
@@ -203,10 +215,11 @@ void BackwardTasks<S>::run_phase(const BackwardParams& params, const BackwardPla
   }
 }
 
-// Tasks: the query blocks of every query head, then the key blocks of every key head; or, where a task packs for
-// itself, nothing but the clearing of the mask gradient's copies, which is the last task either way.
+// Tasks: the query blocks of every query head, then the key blocks of every key head; or, where a task packs
+// for itself, nothing but the clearing of the mask gradient's copies, which is the last task either way.
 template <typename S>
-void BackwardTasks<S>::prepare(const BackwardParams& params, const BackwardPlan& plan, int64_t task, void* shared) {
+void BackwardTasks<S>::prepare(const BackwardParams& params, const BackwardPlan& plan, int64_t task,
+                               void* shared) {
   const AttentionShape& shape = params.shape;
   if (task == plan.prepare_tasks - 1) {
     T* copies = reinterpret_cast<T*>(static_cast<char*>(shared) + packed_bytes(params, plan));
@@ -223,31 +236,33 @@ void BackwardTasks<S>::prepare(const BackwardParams& params, const BackwardPlan&
   } else {
     const int64_t index = (task - query_tasks) / plan.key_blocks;
     const Unit unit{index / shape.key_heads, index % shape.key_heads};
-    pack_keys(params, plan, shared_memory(params, plan, unit, shared), unit, (task - query_tasks) % plan.key_blocks);
+    pack_keys(params, plan, shared_memory(params, plan, unit, shared), unit,
+              (task - query_tasks) % plan.key_blocks);
   }
 }
 
 // What make_rows makes for one query block of one head.
 template <typename S>
-void BackwardTasks<S>::prepare_rows(const BackwardParams& params, const BackwardPlan& plan, int64_t task, void* shared,
-                                  void* scratch) {
+void BackwardTasks<S>::prepare_rows(const BackwardParams& params, const BackwardPlan& plan, int64_t task,
+                                    void* shared, void* scratch) {
   const AttentionShape& shape = params.shape;
   const int64_t group = group_size(shape);
   const int64_t query_block = task % plan.query_blocks, head = task / plan.query_blocks % shape.query_heads;
   const Unit unit{task / plan.query_blocks / shape.query_heads, head / group};
   Arena arena{static_cast<char*>(scratch), 0};
-  const TileScratch<S> tile_scratch = take_tile_scratch<S>(arena, params, plan.block_keys, plan.block_queries);
+  const TileScratch<S> tile_scratch =
+      take_tile_scratch<S>(arena, params, plan.block_keys, plan.block_queries);
   const UnitMemory memory = shared_memory(params, plan, unit, shared);
   BackwardTile<S> tile(params, plan, tile_scratch);
   const int64_t index = head % group * plan.query_blocks + query_block;
   make_rows(params, plan, tile, memory, unit, {index, index + 1});
 }
 
-// What has to be known of whole rows before the gradients can begin, and neither lse nor the output tells: the maxima
-// and sums of far rows, and delta where the weights or the key mass have gradients.
+// What has to be known of whole rows before the gradients can begin, and neither lse nor the output tells:
+// the maxima and sums of far rows, and delta where the weights or the key mass have gradients.
 template <typename S>
-void BackwardTasks<S>::make_rows(const BackwardParams& params, const BackwardPlan& plan, BackwardTile<S>& tile,
-                                 const UnitMemory& memory, Unit unit, KeyRange packs) {
+void BackwardTasks<S>::make_rows(const BackwardParams& params, const BackwardPlan& plan,
+                                 BackwardTile<S>& tile, const UnitMemory& memory, Unit unit, KeyRange packs) {
   const AttentionShape& shape = params.shape;
   const auto pack_of = [&](int64_t i) {
     return query_pack(params, plan, memory, i / plan.query_blocks, i % plan.query_blocks);
@@ -276,7 +291,8 @@ void BackwardTasks<S>::make_rows(const BackwardParams& params, const BackwardPla
   }
 }
 
-// A sink takes part in the sum, but is never far from what sets the maximum: where it could, the row is not far.
+// A sink takes part in the sum, but is never far from what sets the maximum: where it could, the row is not
+// far.
 template <typename S>
 void BackwardTasks<S>::finish_far_rows(const BackwardParams& params, const BackwardPlan& plan, int64_t batch,
                                        int64_t head, const QueryPack<S>& pack) {
@@ -291,8 +307,8 @@ void BackwardTasks<S>::finish_far_rows(const BackwardParams& params, const Backw
 }
 
 template <typename S>
-void BackwardTasks<S>::run(const BackwardParams& params, const BackwardPlan& plan, int64_t round, int64_t task,
-                           void* shared, void* scratch) {
+void BackwardTasks<S>::run(const BackwardParams& params, const BackwardPlan& plan, int64_t round,
+                           int64_t task, void* shared, void* scratch) {
   if (round == 0) {
     prepare(params, plan, task, shared);
   } else if (round == 1) {

@@ -1,6 +1,7 @@
-// One block of keys against one block of queries of a head, as transposed tiles: keys are rows, queries are columns.
-// The block is worked through in cells of a few tiles of keys x one panel of queries, small enough to stay in the nearest
-// cache from the scores to dS; then the whole block's P and dS go into the gradients of value, key and query.
+// One block of keys against one block of queries of a head, as transposed tiles: keys are rows, queries are
+// columns. The block is worked through in cells of a few tiles of keys x one panel of queries, small enough
+// to stay in the nearest cache from the scores to dS; then the whole block's P and dS go into the gradients
+// of value, key and query.
 #pragma once
 
 #include "backward.h"
@@ -26,17 +27,17 @@ template <typename S>
 struct TileScratch {
   using T = typename S::Accum;
   using Operand = typename S::Operand;
-  T* scores;             // of a cell, or (wide) of the block: S, then P, after dropout
-  T* grads;              // the same: dP, then dS
-  Operand* weights_left;   // (keys, operand_stride): P as a left operand; wide: the scores
-  Operand* grads_left;     // the same for dS; wide: the grads
-  Operand* grads_right;    // (query panels, depth of keys, kPanel): dS as a right operand; not there when wide
-  T* bias;               // (cell keys, kPanel): mask or bias in units of log2
-  T* weight_grads;       // (cell keys, kPanel): dW
-  T* cap_slope;          // (cell keys, kPanel): 1 - tanh^2
-  T* keep;               // (keys, kPanel): dropout factors of a panel
-  T* grad_key;           // (keys, padded D), to be scaled
-  T* grad_value;         // (keys, padded Dv)
+  T* scores;              // of a cell, or (wide) of the block: S, then P, after dropout
+  T* grads;               // the same: dP, then dS
+  Operand* weights_left;  // (keys, operand_stride): P as a left operand; wide: the scores
+  Operand* grads_left;    // the same for dS; wide: the grads
+  Operand* grads_right;   // (query panels, depth of keys, kPanel): dS as a right operand; not there when wide
+  T* bias;                // (cell keys, kPanel): mask or bias in units of log2
+  T* weight_grads;        // (cell keys, kPanel): dW
+  T* cap_slope;           // (cell keys, kPanel): 1 - tanh^2
+  T* keep;                // (keys, kPanel): dropout factors of a panel
+  T* grad_key;            // (keys, padded D), to be scaled
+  T* grad_value;          // (keys, padded Dv)
   int64_t score_stride, operand_stride;
 };
 
@@ -54,7 +55,8 @@ TileScratch<S> take_tile_scratch(Arena& arena, const BackwardParams& params, int
     s.score_stride = S::kPanel;
     s.scores = take<T>(arena, cell);
     s.grads = take<T>(arena, cell);
-    s.grads_right = take<Operand>(arena, pieces(queries, S::kPanel) * depth_of<typename S::Product>(keys) * S::kPanel);
+    s.grads_right =
+        take<Operand>(arena, pieces(queries, S::kPanel) * depth_of<typename S::Product>(keys) * S::kPanel);
   } else {
     s.score_stride = padded;
     s.scores = s.weights_left;
@@ -85,8 +87,8 @@ class BackwardTile {
   BackwardTile& operator=(const BackwardTile&) = delete;
 
   // Keys [first, first + count) of key head `key_head`, and where their gradients are summed.
-  void set_keys(int64_t batch, int64_t key_head, int64_t first, int64_t count, const KeyPack<S>& pack, T* grad_key,
-                T* grad_value);
+  void set_keys(int64_t batch, int64_t key_head, int64_t first, int64_t count, const KeyPack<S>& pack,
+                T* grad_key, T* grad_value);
   void set_grad_mask(T* grad_mask) { grad_mask_ = grad_mask; }
 
   // Adds to the gradients what queries [first, first + count) of query head `head` give.
@@ -105,9 +107,12 @@ class BackwardTile {
   int64_t cell_offset(int64_t cell, int64_t panel, int64_t r) const {
     return S::kNarrow ? (r - cell) * S::kPanel : r * s_.score_stride + panel;
   }
-  T* score_row(int64_t cell, int64_t panel, int64_t r) const { return s_.scores + cell_offset(cell, panel, r); }
+  T* score_row(int64_t cell, int64_t panel, int64_t r) const {
+    return s_.scores + cell_offset(cell, panel, r);
+  }
   T* grad_row(int64_t cell, int64_t panel, int64_t r) const { return s_.grads + cell_offset(cell, panel, r); }
-  // Every key of the cell is seen by every query of the panel, as far as windows and masks of one row or column go.
+  // Every key of the cell is seen by every query of the panel, as far as windows and masks of one row or
+  // column go.
   bool is_whole(int64_t cell, int64_t panel) const {
     const KeyRange common = cell_common_[cell / cell_size_];
     return common.begin <= panel && common.end >= smaller(panel + S::kPanel, query_count_);
@@ -132,8 +137,8 @@ class BackwardTile {
 
   // backward_cell.h
   void run_cell(int64_t cell, int64_t panel);
-  void multiply_cell(int64_t cell, int64_t panel, const Operand* left, int64_t left_stride, const Operand* right,
-                     int64_t dim, T* out);
+  void multiply_cell(int64_t cell, int64_t panel, const Operand* left, int64_t left_stride,
+                     const Operand* right, int64_t dim, T* out);
   void finish_scores(int64_t cell, int64_t panel);
   void finish_weights(int64_t cell, int64_t panel);
   template <bool Select>
@@ -144,7 +149,8 @@ class BackwardTile {
   void narrow_cell(int64_t cell, int64_t panel);
   template <bool Select>
   void plain_narrow_cell(int64_t cell, int64_t panel);
-  void narrow_columns(int64_t panel, int64_t r, int64_t i, const Vec<T> (&weights)[2][2], const Vec<T> (&grads)[2][2]);
+  void narrow_columns(int64_t panel, int64_t r, int64_t i, const Vec<T> (&weights)[2][2],
+                      const Vec<T> (&grads)[2][2]);
   void sum_delta(int64_t cell, int64_t panel);
   void sum_rows(int64_t cell, int64_t panel);
 
@@ -158,8 +164,8 @@ class BackwardTile {
   const BackwardPlan& plan_;
   const TileScratch<S>& s_;
   const ScoreUnits<T> units_;
-  const bool wants_grads_;  // of the scores: for query, key or mask
-  const bool full_;         // any of what plain_row does not know
+  const bool wants_grads_;   // of the scores: for query, key or mask
+  const bool full_;          // any of what plain_row does not know
   const int64_t cell_size_;  // keys of a cell
   T* grad_mask_ = nullptr;
   int64_t batch_ = 0, key_head_ = 0, key_first_ = 0, key_count_ = 0;
@@ -171,9 +177,9 @@ class BackwardTile {
   bool mask_by_key_ = false;  // a mask that has to be looked at element by element
   bool select_all_ = false;   // some dP may not be finite where P is 0
   TilePass pass_ = TilePass::kGradients;
-  bool special_ = false;      // full_, or rows that are far
-  bool partial_ = false;      // of the cell being worked on: something in it is not visible
-  int64_t keep_first_ = 0;    // key of the first row of `keep`
+  bool special_ = false;             // full_, or rows that are far
+  bool partial_ = false;             // of the cell being worked on: something in it is not visible
+  int64_t keep_first_ = 0;           // key of the first row of `keep`
   KeyRange row_span_[kMaxTileKeys];  // queries, from the block's first on, that see the key; the mask apart
   KeyRange tile_span_[kMaxTileKeys / kTileRows + 1];  // hull of the rows', in whole vectors
   KeyRange cell_common_[kMaxCells];                   // queries that see every key of the cell
@@ -181,8 +187,12 @@ class BackwardTile {
 };
 
 template <typename S>
-BackwardTile<S>::BackwardTile(const BackwardParams& params, const BackwardPlan& plan, const TileScratch<S>& scratch)
-    : params_(params), plan_(plan), s_(scratch), units_(score_units<T>(params.rule)),
+BackwardTile<S>::BackwardTile(const BackwardParams& params, const BackwardPlan& plan,
+                              const TileScratch<S>& scratch)
+    : params_(params),
+      plan_(plan),
+      s_(scratch),
+      units_(score_units<T>(params.rule)),
       wants_grads_(params.grad_query.data != nullptr || params.grad_key.data != nullptr ||
                    params.grad_mask.data != nullptr),
       full_(params.dropout.enabled || params.rule.softcap > 0 || params.grad_weights.data != nullptr ||
@@ -190,8 +200,8 @@ BackwardTile<S>::BackwardTile(const BackwardParams& params, const BackwardPlan& 
       cell_size_(params.rule.mask_kind == ScalarKind::kNone ? kCellRows : kMaskCellRows) {}
 
 template <typename S>
-void BackwardTile<S>::set_keys(int64_t batch, int64_t key_head, int64_t first, int64_t count, const KeyPack<S>& pack,
-                               T* grad_key, T* grad_value) {
+void BackwardTile<S>::set_keys(int64_t batch, int64_t key_head, int64_t first, int64_t count,
+                               const KeyPack<S>& pack, T* grad_key, T* grad_value) {
   batch_ = batch;
   key_head_ = key_head;
   key_first_ = first;

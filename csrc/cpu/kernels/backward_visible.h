@@ -1,5 +1,5 @@
-// BackwardTile: which queries see its keys, and what comes from matrices of queries x keys (mask, dW, dropout) or goes
-// into one (dMask), turned around to keys x queries. Included by backward_tile.h.
+// BackwardTile: which queries see its keys, and what comes from matrices of queries x keys (mask, dW,
+// dropout) or goes into one (dMask), turned around to keys x queries. Included by backward_tile.h.
 #pragma once
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
@@ -56,15 +56,17 @@ bool BackwardTile<S>::set_block(int64_t head, int64_t first, int64_t count, cons
   padded_queries_ = round_up(count, S::kLane);
   queries_ = pack;
   // What a bool mask says of all keys of a query or of all queries of a key is in lse and in the rows' spans.
-  mask_by_key_ = rule.mask_kind != ScalarKind::kNone &&
-                 (rule.mask_kind != ScalarKind::kBool || (rule.mask.row_stride != 0 && rule.mask.column_stride != 0));
+  mask_by_key_ =
+      rule.mask_kind != ScalarKind::kNone &&
+      (rule.mask_kind != ScalarKind::kBool || (rule.mask.row_stride != 0 && rule.mask.column_stride != 0));
   select_all_ = *pack.has_dead_rows != 0 || *keys_.has_bad_values != 0 || *keys_.has_bad_keys != 0;
   for (int64_t tile = 0; tile < key_count_; tile += kTileRows) {
     KeyRange& common = cell_common_[tile / cell_size_];
     if (tile % cell_size_ == 0) common = {0, count};
     KeyRange hull{count, 0};
     for (int64_t r = tile; r < tile + tile_rows(tile); ++r) {
-      KeyRange span = intersect(window_queries(rule, params_.shape.query_len, key_first_ + r), {first, first + count});
+      KeyRange span =
+          intersect(window_queries(rule, params_.shape.query_len, key_first_ + r), {first, first + count});
       span = is_empty(span) || key_is_masked(key_first_ + r) ? KeyRange{0, 0}
                                                              : KeyRange{span.begin - first, span.end - first};
       row_span_[r] = span;
@@ -116,7 +118,8 @@ ATTN_EXT_INLINE Vec<T> bias_lanes(const M* mask) {
   }
 }
 
-// Asks for a cell of a matrix of queries x keys ahead of its use: its lines lie a row apart, which no hardware foresees.
+// Asks for a cell of a matrix of queries x keys ahead of its use: its lines lie a row apart, which no
+// hardware foresees.
 ATTN_EXT_INLINE void prefetch_cell(const char* corner, int64_t row_bytes, int64_t rows, int64_t bytes) {
   for (int64_t i = 0; i < rows; ++i) {
     for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(corner + i * row_bytes + b);
@@ -130,9 +133,10 @@ void BackwardTile<S>::prefetch_masks(int64_t cell, int64_t panel) const {
   const ScalarKind kind = params_.rule.mask_kind;
   const int64_t size = kind == ScalarKind::kBool ? 1 : kind == ScalarKind::kFloat32 ? 4 : sizeof(Element);
   if (mask.row_stride != 0 && mask.column_stride == 1) {
-    const char* corner = static_cast<const char*>(mask.data) +
-                         (batch_offset(mask, batch_) + head_ * mask.head_stride +
-                          (query_first_ + panel) * mask.row_stride + key_first_ + cell) * size;
+    const char* corner =
+        static_cast<const char*>(mask.data) + (batch_offset(mask, batch_) + head_ * mask.head_stride +
+                                               (query_first_ + panel) * mask.row_stride + key_first_ + cell) *
+                                                  size;
     prefetch_cell(corner, mask.row_stride * size, rows, cell_rows(cell) * size);
   }
   const TensorView& grad = params_.grad_mask;
@@ -140,7 +144,8 @@ void BackwardTile<S>::prefetch_masks(int64_t cell, int64_t panel) const {
     constexpr int64_t kSize = sizeof(T);
     const T* corner = grad_mask_ + batch_offset(grad, batch_) + head_ * grad.head_stride +
                       (query_first_ + panel) * grad.row_stride + key_first_ + cell;
-    prefetch_cell(reinterpret_cast<const char*>(corner), grad.row_stride * kSize, rows, cell_rows(cell) * kSize);
+    prefetch_cell(reinterpret_cast<const char*>(corner), grad.row_stride * kSize, rows,
+                  cell_rows(cell) * kSize);
   }
 }
 
@@ -150,7 +155,8 @@ void BackwardTile<S>::load_bias_cell(int64_t cell, int64_t panel) {
   with_mask_type<Element>(params_.rule.mask_kind, [&](auto tag) {
     using M = typename decltype(tag)::Type;
     const int64_t key = key_first_ + cell;
-    const M* mask = row_pointer<const M>(view, batch_, head_, query_first_ + panel) + key * view.column_stride;
+    const M* mask =
+        row_pointer<const M>(view, batch_, head_, query_first_ + panel) + key * view.column_stride;
     load_transposed<S>(mask, view.row_stride, view.column_stride, smaller(S::kPanel, query_count_ - panel),
                        cell_rows(cell), params_.shape.key_len - key, s_.bias,
                        [](const M* p) { return bias_lanes<T>(p); });
@@ -161,7 +167,8 @@ template <typename S>
 void BackwardTile<S>::load_weight_grads_cell(int64_t cell, int64_t panel) {
   const TensorView& view = params_.grad_weights;
   const int64_t key = key_first_ + cell;
-  const Element* grads = row_pointer<const Element>(view, batch_, head_, query_first_ + panel) + key * view.column_stride;
+  const Element* grads =
+      row_pointer<const Element>(view, batch_, head_, query_first_ + panel) + key * view.column_stride;
   load_transposed<S>(grads, view.row_stride, view.column_stride, smaller(S::kPanel, query_count_ - panel),
                      cell_rows(cell), params_.shape.key_len - key, s_.weight_grads,
                      [](const Element* p) { return load_compute(p); });
@@ -210,7 +217,8 @@ void BackwardTile<S>::add_mask_square(const T* grads, int64_t keys, T* to, int64
 #pragma GCC unroll 16
     for (int64_t i = 0; i < S::kLane; ++i) square[i] = load(grads + i * s_.score_stride);
   } else {
-    for (int64_t i = 0; i < S::kLane; ++i) square[i] = i < keys ? load(grads + i * s_.score_stride) : Vec<T>{};
+    for (int64_t i = 0; i < S::kLane; ++i)
+      square[i] = i < keys ? load(grads + i * s_.score_stride) : Vec<T>{};
   }
   transpose_square<T>(square);
   if (keys == S::kLane && queries == S::kLane && view.column_stride == 1) {
@@ -219,7 +227,8 @@ void BackwardTile<S>::add_mask_square(const T* grads, int64_t keys, T* to, int64
       store(to + i * view.row_stride, load(to + i * view.row_stride) + square[i]);
     }
   } else {
-    for (int64_t i = 0; i < queries; ++i) add_row(to + i * view.row_stride, view.column_stride, square[i], keys);
+    for (int64_t i = 0; i < queries; ++i)
+      add_row(to + i * view.row_stride, view.column_stride, square[i], keys);
   }
 }
 

@@ -28,10 +28,9 @@ using BFloat16Scheme = Scheme<BFloat16, PlainProduct<float>, 5>;
 }  // namespace
 
 extern const KernelTable kKernels;
-const KernelTable kKernels = {
-    {forward_kernels<Float64Scheme>(), forward_kernels<Float32Scheme>(), forward_kernels<BFloat16Scheme>(),
-     forward_kernels<Float16Scheme>()},
-    {backward_kernels<Float64Scheme>(), backward_kernels<Float32Scheme>(), backward_kernels<BFloat16Scheme>(),
-     backward_kernels<Float16Scheme>()}};
+const KernelTable kKernels = {{forward_kernels<Float64Scheme>(), forward_kernels<Float32Scheme>(),
+                               forward_kernels<BFloat16Scheme>(), forward_kernels<Float16Scheme>()},
+                              {backward_kernels<Float64Scheme>(), backward_kernels<Float32Scheme>(),
+                               backward_kernels<BFloat16Scheme>(), backward_kernels<Float16Scheme>()}};
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

@@ -73,18 +73,18 @@ struct ForwardParams {
   void* key_mass = nullptr;  // (B, Hq, Lk) contiguous, float (double for float64); null: not wanted
 };
 
-// Every incoming gradient may be absent (data null) and have any strides, 0 included; a gradient that is not wanted has
-// data null. T is float, double for float64.
+// Every incoming gradient may be absent (data null) and have any strides, 0 included; a gradient that is not
+// wanted has data null. T is float, double for float64.
 struct BackwardParams {
   AttentionShape shape;
   ScoreRule rule;
   DropoutRule dropout;
   TensorView query, key, value, output;
-  const void* lse = nullptr;  // (B, Hq, Lq) contiguous, T
-  TensorView grad_output;     // (B, Hq, Lq, Dv)
-  TensorView grad_lse;        // (B, Hq, Lq, 1), T
-  TensorView grad_weights;    // (B, Hq, Lq, Lk)
-  TensorView grad_key_mass;   // (B, Hq, 1, Lk), T
+  const void* lse = nullptr;                    // (B, Hq, Lq) contiguous, T
+  TensorView grad_output;                       // (B, Hq, Lq, Dv)
+  TensorView grad_lse;                          // (B, Hq, Lq, 1), T
+  TensorView grad_weights;                      // (B, Hq, Lq, Lk)
+  TensorView grad_key_mass;                     // (B, Hq, 1, Lk), T
   TensorView grad_query, grad_key, grad_value;  // as query, key, value with all of B; column_stride 1
   // Sums to be added to, in T: the caller has zeroed them. Strides of 0 where the mask broadcasts.
   TensorView grad_mask;

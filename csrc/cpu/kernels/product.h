@@ -41,7 +41,7 @@ struct TileArgs {
   int64_t right_stride;
   Accum* out;
   int64_t out_stride;
-  const Accum* carry;  // one factor a row, read only by products that carry; null: all 1
+  const Accum* carry;     // one factor a row, read only by products that carry; null: all 1
   int64_t left_step = 1;  // from one step along the depth to the next
 };
 

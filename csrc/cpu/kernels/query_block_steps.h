@@ -121,8 +121,8 @@ void QueryBlock<S>::exponentials(int64_t group, bool narrow) {
     T* row = score_row(group, r);
     const T top = s_.row_max[r];
     const T origin = top == -kInfinity<T> ? 0 : top;
-    // scale s - m is not rounded in between, but m was, by as much as a step of its own format: where such steps
-    // are large, the products are rounded like it first.
+    // scale s - m is not rounded in between, but m was, by as much as a step of its own format: where such
+    // steps are large, the products are rounded like it first.
     const bool rounds_first = units_.softmax_scale != 1 && !(origin < kExactSteps && origin > -kExactSteps);
     const T scale = rounds_first ? static_cast<T>(1) : units_.softmax_scale;
     Vec<T> sum = {};

@@ -1,4 +1,4 @@
-// A forward call made ready for the kernels: parameters over the tensors' own memory, and a plan.
+// A call made ready for the kernels: parameters over the tensors' own memory.
 #pragma once
 
 #include "kernel_choice.h"
@@ -6,7 +6,7 @@
 
 namespace attn_ext::cpu {
 
-/// Everything but the outputs; what backward shares.
+/// What forward and backward share: everything but the outputs and their gradients.
 struct Inputs {
   Inputs(const SdpaArgs& args, const SdpaSizes& sizes);
   Inputs(const Inputs&) = delete;  // views point into it
@@ -22,7 +22,20 @@ struct Inputs {
 
 ForwardParams forward_params(const Inputs& inputs);
 
-const ForwardKernels& forward_kernels(const KernelTable& table, at::ScalarType dtype);
+/// The kernels for a dtype, of a table's `forward` or `backward`.
+template <class Kernels>
+const Kernels& kernels_of(const Kernels (&kernels)[kKernelDtypes], at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kDouble:
+      return kernels[kFloat64Kernels];
+    case at::kFloat:
+      return kernels[kFloat32Kernels];
+    case at::kBFloat16:
+      return kernels[kBFloat16Kernels];
+    default:
+      return kernels[kFloat16Kernels];
+  }
+}
 
 /// 1 where starting threads would take longer than the work.
 int useful_threads(const AttentionShape& shape);

@@ -1,4 +1,4 @@
-#include "forward_call.h"
+#include "call.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
@@ -55,6 +55,10 @@ ScoreRule rule_of(const SdpaArgs& args, const CallSizes& sizes, Views& views) {
   return rule;
 }
 
+bool has_one_head(const at::Tensor& tensor) {
+  return tensor.dim() < 3 || tensor.size(-3) == 1;
+}
+
 /// The seeds, flat over the leading batch dims that they cover.
 at::Tensor flat_seeds(const at::Tensor& seed, const CallSizes& sizes) {
   const at::IntArrayRef covered(sizes.batch_dims.data(), static_cast<size_t>(seed.dim()));
@@ -86,7 +90,7 @@ Inputs::Inputs(const SdpaArgs& args, const SdpaSizes& checked)
   query = views.matrix(args.query);
   key = views.matrix(args.key);
   value = views.matrix(args.value);
-  if (shape.key_heads == shape.query_heads && key.head_stride == 0 && value.head_stride == 0) {
+  if (!args.enable_gqa && has_one_head(args.key) && has_one_head(args.value)) {
     shape.key_heads = std::min<int64_t>(shape.key_heads, 1);  // one head for all: packed once
   }
 }
@@ -100,19 +104,6 @@ ForwardParams forward_params(const Inputs& inputs) {
   params.key = inputs.key;
   params.value = inputs.value;
   return params;
-}
-
-const ForwardKernels& forward_kernels(const KernelTable& table, at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kDouble:
-      return table.forward[kFloat64Kernels];
-    case at::kFloat:
-      return table.forward[kFloat32Kernels];
-    case at::kBFloat16:
-      return table.forward[kBFloat16Kernels];
-    default:
-      return table.forward[kFloat16Kernels];
-  }
 }
 
 int useful_threads(const AttentionShape& shape) {

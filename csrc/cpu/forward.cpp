@@ -1,11 +1,11 @@
-// The internal pair on the CPU: tensors to parameters, then the kernels' tasks over the threads.
+// `_sdpa_forward` on the CPU: tensors to parameters, then the kernels' rounds of tasks over the threads.
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include "../aten/sdpa_aten.h"
-#include "forward_call.h"
+#include "call.h"
 #include "tasks.h"
 
 namespace attn_ext::cpu {
@@ -54,7 +54,7 @@ SdpaOutputs forward_cpu(const SdpaArgs& args, SideOutputs wanted) {
     outputs.key_mass = at::zeros(sizes.output_shape({sizes.key_len}), accumulated);
     params.key_mass = outputs.key_mass.data_ptr();
   }
-  run_forward(forward_kernels(*table, dtype), params);
+  run_forward(kernels_of(table->forward, dtype), params);
   if (wanted.key_mass) {
     outputs.key_mass = outputs.key_mass.to(dtype);
   }
