@@ -42,6 +42,7 @@ def no_warnings():
     """Every warning an error: vmap warns where it falls back to a loop over the samples."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # torch's own, in jvp
         yield
 
 
