@@ -191,12 +191,9 @@ def test_meta_gradients_have_the_shapes_and_dtypes_of_real_ones(case):
 
 @by_op
 def test_fake_tensors_keep_symbolic_sizes(op):
-    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
-        real = Case("", (3, 4, 5, 8), (3, 4, 7, 8), (3, 4, 7, 6)).build(torch.float32)
-        fake = real.map(lambda t: mode.from_tensor(t))
+    mode = FakeTensorMode(shape_env=ShapeEnv())
     query = mode.from_tensor(torch.randn(3, 4, 11, 8), static_shapes=False)
     key = mode.from_tensor(torch.randn(3, 4, 13, 8), static_shapes=False)
-    assert fake is not None
     with mode:
         output, *side = tensors(operator(op)(query, key, key))
     assert isinstance(query.shape[-2], torch.SymInt)

@@ -42,6 +42,7 @@ def no_warnings():
     """Every warning an error: vmap warns where it falls back to a loop over the samples."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # torch's own, in jvp
         yield
 
 
@@ -343,11 +344,6 @@ def test_vmap_puts_the_mapped_dim_where_out_dims_says(op, device, no_warnings):
         torch.testing.assert_close(a, e.movedim(0, -1))
 
 
-def test_vmap_over_no_samples(device, no_warnings):
-    query, key, value = random_inputs(device, batch=(0,))
-    assert operator("sdpa")(query, key, value).shape == (0, 2, 3, 3)
-
-
 @by_op
 @pytest.mark.parametrize("differentiated", [False, True])
 def test_vmap_with_different_dropout_draws_anew_for_each_sample(op, differentiated, device, no_warnings):
@@ -368,7 +364,8 @@ def test_vmap_with_the_same_dropout_draws_once(op, in_dims, device, no_warnings)
     function = partial(operator(op), dropout_p=0.5)
     results = tensors(vmap(function, in_dims, randomness="same")(*many))[0]
     assert torch.equal(results[0], results[1]) and torch.equal(results[1], results[2])
-    assert (results[0] != operator(op)(*inputs)).any() if op == "sdpa" else True
+    without_dropout = tensors(operator(op)(*inputs))[0]
+    assert not torch.equal(results[0], without_dropout)
 
 
 def test_vmap_with_dropout_is_an_error_unless_randomness_is_chosen(device):

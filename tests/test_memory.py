@@ -91,13 +91,19 @@ def test_the_measure_sees_the_weights():
 
 @pytest.mark.parametrize("name", ["forward", "mask_gradient"])
 def test_no_scores_are_held(name):
-    assert peak_growth(*CALLS[name], 8, 4096) < scores(8, 4096) / 2
+    assert peak_growth(*CALLS[name], 8, 4096) < scores(8, 4096) / 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CALLS)
-def test_no_scores_are_held_at_length(name):
-    assert peak_growth(*CALLS[name], 4, 8192) < scores(4, 8192) / 4
+@pytest.mark.parametrize("name", sorted(set(CALLS) - {"forward", "mask_gradient"}))
+def test_no_scores_are_held_whatever_the_call(name):
+    assert peak_growth(*CALLS[name], 8, 4096) < scores(8, 4096) / 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_no_scores_are_held_at_twice_the_length(name):
+    assert peak_growth(*CALLS[name], 4, 8192) < scores(4, 8192) / 8
 
 
 @pytest.mark.slow
