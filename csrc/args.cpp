@@ -25,7 +25,7 @@ SdpaOutputs call_forward(const SdpaArgs& args, SideOutputs wanted) {
       args.query, args.key, args.value, optional_of(args.attn_mask), optional_of(args.sinks),
       optional_of(args.dropout_seed), args.dropout_p, args.is_causal, args.scale, args.enable_gqa,
       args.window_left, args.window_right, args.query_offset, args.softcap, wanted.weights, wanted.key_mass);
-  return {output, lse, weights, key_mass};
+  return {output, lse, tensor_or_undefined(weights), tensor_or_undefined(key_mass)};
 }
 
 SdpaInputs call_backward(const SdpaOutputs& grads, const SdpaArgs& args, const at::Tensor& output,

@@ -12,6 +12,16 @@
 
 namespace attn_ext {
 
+using OptionalTensor = std::optional<at::Tensor>;
+
+inline at::Tensor tensor_or_undefined(const OptionalTensor& tensor) {
+  return tensor.has_value() ? *tensor : at::Tensor();
+}
+
+inline OptionalTensor optional_of(const at::Tensor& tensor) {
+  return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
+}
+
 /// The arguments of every op. A tensor that was not given is undefined.
 struct SdpaArgs {
   at::Tensor query;      // (..., Hq, Lq, D)
@@ -45,8 +55,8 @@ struct SdpaOutputs {
   at::Tensor weights;   // (..., Hq, Lq, Lk)
   at::Tensor key_mass;  // (..., Hq, Lk)
 
-  std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> to_tuple() const {
-    return {output, lse, weights, key_mass};
+  std::tuple<at::Tensor, at::Tensor, std::optional<at::Tensor>, std::optional<at::Tensor>> to_tuple() const {
+    return {output, lse, optional_of(weights), optional_of(key_mass)};
   }
   bool any_defined() const {
     return output.defined() || lse.defined() || weights.defined() || key_mass.defined();
@@ -74,16 +84,6 @@ struct InputMask {
     return {mask[0], mask[1], mask[2], mask[3], mask[4]};
   }
 };
-
-using OptionalTensor = std::optional<at::Tensor>;
-
-inline at::Tensor tensor_or_undefined(const OptionalTensor& tensor) {
-  return tensor.has_value() ? *tensor : at::Tensor();
-}
-
-inline OptionalTensor optional_of(const at::Tensor& tensor) {
-  return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
-}
 
 /// The internal ops, through the dispatcher.
 SdpaOutputs call_forward(const SdpaArgs& args, SideOutputs wanted);
@@ -115,7 +115,7 @@ auto public_kernel(const at::Tensor& query, const at::Tensor& key, const at::Ten
 
 /// Kernel of `_sdpa_forward`: `function` is SdpaOutputs(const SdpaArgs&, SideOutputs).
 template <auto function>
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> forward_kernel(
+std::tuple<at::Tensor, at::Tensor, OptionalTensor, OptionalTensor> forward_kernel(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const OptionalTensor& attn_mask,
     const OptionalTensor& sinks, const OptionalTensor& dropout_seed, double dropout_p, bool is_causal,
     std::optional<double> scale, bool enable_gqa, std::optional<c10::SymInt> window_left,

@@ -26,7 +26,7 @@ TORCH_LIBRARY(attn_ext, m) {
         {at::Tag::nondeterministic_seeded});
   m.def("_sdpa_forward(" ATTN_EXT_TENSORS ", " ATTN_EXT_SCALARS
         ", bool need_weights, bool need_key_mass) "
-        "-> (Tensor output, Tensor lse, Tensor weights, Tensor key_mass)");
+        "-> (Tensor output, Tensor lse, Tensor? weights, Tensor? key_mass)");
   m.def(
       "_sdpa_backward(Tensor? grad_output, Tensor? grad_lse, Tensor? grad_weights, Tensor? "
       "grad_key_mass, " ATTN_EXT_TENSORS ", Tensor output, Tensor lse, " ATTN_EXT_SCALARS

@@ -85,7 +85,12 @@ at::Tensor value_grad(const Tile& tile, const at::Tensor& weights, const at::Ten
 }
 
 GradientSums::GradientSums(const Problem& problem, InputMask wanted)
-    : problem_(problem), wanted_(wanted), key_(-2, problem.key_len), value_(-2, problem.key_len) {}
+    : problem_(problem),
+      wanted_(wanted),
+      query_(-2, problem.query_len),
+      mask_rows_(-2, problem.query_len),
+      key_(-2, problem.key_len),
+      value_(-2, problem.key_len) {}
 
 void GradientSums::add_scores(const at::Tensor& grad, const Chunk& chunk) {
   if (!grad.defined()) {
@@ -115,8 +120,8 @@ SdpaInputs GradientSums::finish(const SdpaArgs& args) const {
     return sum.defined() ? sum.to(input.scalar_type()).reshape(input.sizes()).contiguous()
                          : at::zeros(input.sizes(), input.options());
   };
-  const at::Tensor mask = mask_sum_.defined() ? mask_sum_ : mask_rows_.join(-2);
-  return {finish_one(query_.join(-2), args.query, wanted_.query),
+  const at::Tensor mask = mask_sum_.defined() ? mask_sum_ : mask_rows_.join();
+  return {finish_one(query_.join(), args.query, wanted_.query),
           finish_one(key_.total(), args.key, wanted_.key),
           finish_one(value_.total(), args.value, wanted_.value),
           finish_one(mask, args.attn_mask, wanted_.attn_mask), finish_one(sinks_, args.sinks, wanted_.sinks)};

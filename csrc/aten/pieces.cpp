@@ -2,13 +2,48 @@
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/empty.h>
 
 #include "contract.h"
 
 namespace attn_ext {
 
-at::Tensor RowPieces::join(int64_t row_dim) const {
-  return pieces_.empty() ? at::Tensor() : pieces_.size() == 1 ? pieces_.front() : at::cat(pieces_, row_dim);
+namespace {
+
+/// Whether `piece` is plain numbers, with no derivative and no function transform to tell of a write in
+/// place.
+bool is_plain(const at::Tensor& piece) {
+  const bool transformed = piece.key_set().has_any(
+      c10::DispatchKeySet({c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
+                           c10::DispatchKey::Batched, c10::DispatchKey::Python}));
+  return !transformed && !piece.requires_grad() && !piece._fw_grad(/*level=*/0).defined();
+}
+
+}  // namespace
+
+void RowPieces::add(const at::Tensor& piece) {
+  if (!piece.defined()) {
+    return;
+  }
+  const int64_t rows = piece.size(row_dim_);
+  if (rows == rows_ || !pieces_.empty() || !is_plain(piece)) {
+    pieces_.push_back(piece);
+    return;
+  }
+  if (!whole_.defined()) {
+    Dims shape(piece.sizes().begin(), piece.sizes().end());
+    shape[shape.size() + row_dim_] = rows_;
+    whole_ = at::empty(shape, piece.options());
+  }
+  whole_.narrow(row_dim_, filled_, rows).copy_(piece);
+  filled_ += rows;
+}
+
+at::Tensor RowPieces::join() const {
+  if (whole_.defined() || pieces_.empty()) {
+    return whole_;
+  }
+  return pieces_.size() == 1 ? pieces_.front() : at::cat(pieces_, row_dim_);
 }
 
 void KeySum::add(const at::Tensor& part, const Chunk& chunk) {

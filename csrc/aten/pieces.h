@@ -11,16 +11,20 @@
 namespace attn_ext {
 
 /// A result with rows of its own for every chunk.
+///
+/// Where autograd and vmap do not look on, the pieces are written into one tensor at once: small results kept
+/// between the large temporaries of the chunks would leave holes in the heap that nothing fits into again.
 class RowPieces {
  public:
-  void add(const at::Tensor& piece) {
-    if (piece.defined()) {
-      pieces_.push_back(piece);
-    }
-  }
-  at::Tensor join(int64_t row_dim) const;
+  RowPieces(int64_t row_dim, int64_t rows) : row_dim_(row_dim), rows_(rows) {}
+
+  void add(const at::Tensor& piece);
+  at::Tensor join() const;
 
  private:
+  int64_t row_dim_, rows_;
+  int64_t filled_ = 0;
+  at::Tensor whole_;
   std::vector<at::Tensor> pieces_;
 };
 

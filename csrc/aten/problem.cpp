@@ -124,8 +124,8 @@ Problem make_problem(const SdpaArgs& args) {
 int64_t rows_per_chunk(const Problem& problem) {
   // What a score tensor of one chunk may hold, in elements. On the CPU not much more than a cache: of larger
   // blocks the C library's allocator keeps many times what is in use.
-  const int64_t chunk_elements = problem.query.device().is_cpu() ? int64_t{1} << 18 : int64_t{1} << 24;
-  constexpr int64_t kMinimumRows = 8;
+  const int64_t chunk_elements = problem.query.device().is_cpu() ? int64_t{1} << 20 : int64_t{1} << 24;
+  constexpr int64_t kMinimumRows = 16;
   int64_t columns = std::max<int64_t>(problem.key_len, 1);
   for (const int64_t size : problem.lead) {
     columns *= std::max<int64_t>(size, 1);

@@ -69,7 +69,6 @@ struct Chunk {
 /// As many rows to a chunk as keep the scores of one chunk in bounds, whatever the length of the query.
 int64_t rows_per_chunk(const Problem& problem);
 
-
 template <class Function>
 void for_each_chunk(const Problem& problem, Function function) {
   const int64_t step = rows_per_chunk(problem);

@@ -19,7 +19,7 @@ namespace attn_ext {
 
 SdpaOutputs forward_aten(const SdpaArgs& args, SideOutputs wanted) {
   const Problem problem = make_problem(args);
-  RowPieces output, lse, weights;
+  RowPieces output(-2, problem.query_len), lse(-1, problem.query_len), weights(-2, problem.query_len);
   KeySum key_mass(-1, problem.key_len);
   for_each_chunk(problem, [&](const Chunk& chunk) {
     const Tile tile = make_tile(problem, chunk);
@@ -45,10 +45,10 @@ SdpaOutputs forward_aten(const SdpaArgs& args, SideOutputs wanted) {
                             : at::zeros(shape, args.query.options().dtype(dtype));
   };
   SdpaOutputs outputs;
-  outputs.output = finish(output.join(-2), {problem.query_len, problem.value_dim}, problem.dtype);
-  outputs.lse = finish(lse.join(-1), {problem.query_len}, problem.accumulator);
+  outputs.output = finish(output.join(), {problem.query_len, problem.value_dim}, problem.dtype);
+  outputs.lse = finish(lse.join(), {problem.query_len}, problem.accumulator);
   if (wanted.weights) {
-    outputs.weights = finish(weights.join(-2), {problem.query_len, problem.key_len}, problem.dtype);
+    outputs.weights = finish(weights.join(), {problem.query_len, problem.key_len}, problem.dtype);
   }
   if (wanted.key_mass) {
     const at::Tensor& total = key_mass.total();

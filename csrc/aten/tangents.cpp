@@ -139,7 +139,7 @@ ScoreGrads score_grad_tangents(const Problem& problem, const Tile& tile, const T
 SdpaOutputs forward_tangents(const SdpaArgs& args, const SdpaInputs& direction, SideOutputs wanted) {
   const Problem problem = make_problem(args);
   const Direction canonical = canonical_direction(problem, direction);
-  RowPieces output, lse, weights;
+  RowPieces output(-2, problem.query_len), lse(-1, problem.query_len), weights(-2, problem.query_len);
   KeySum key_mass(-1, problem.key_len);
   for_each_chunk(problem, [&](const Chunk& chunk) {
     const Tile tile = make_tile(problem, chunk);
@@ -168,9 +168,9 @@ SdpaOutputs forward_tangents(const SdpaArgs& args, const SdpaInputs& direction, 
     return result.defined() ? result.to(dtype).reshape(problem.output_shape(tail)).contiguous() : result;
   };
   const at::Tensor& mass = key_mass.total();
-  return {finish(output.join(-2), {problem.query_len, problem.value_dim}, problem.dtype),
-          finish(lse.join(-1), {problem.query_len}, problem.accumulator),
-          finish(weights.join(-2), {problem.query_len, problem.key_len}, problem.dtype),
+  return {finish(output.join(), {problem.query_len, problem.value_dim}, problem.dtype),
+          finish(lse.join(), {problem.query_len}, problem.accumulator),
+          finish(weights.join(), {problem.query_len, problem.key_len}, problem.dtype),
           finish(mass.defined() ? mass.expand(problem.with_tail({problem.key_len})) : mass, {problem.key_len},
                  problem.dtype)};
 }
