@@ -2,9 +2,21 @@
 
 #include "../capability.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace attn_ext::cpu {
 
 namespace {
+
+#if defined(__x86_64__)
+/// Not every compiler's __builtin_cpu_supports knows it.
+[[maybe_unused]] bool supports_f16c() {
+  unsigned int eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+}
+#endif
 
 struct KernelSet {
   const char* name;
@@ -17,10 +29,7 @@ const KernelSet kSets[] = {
     {"baseline", &baseline::kKernels, [] { return true; }},
 #ifdef ATTN_EXT_HAS_avx2
     {"avx2", &avx2::kKernels,
-     [] {
-       return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-              __builtin_cpu_supports("f16c");
-     }},
+     [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && supports_f16c(); }},
 #endif
 #ifdef ATTN_EXT_HAS_avx512
     {"avx512", &avx512::kKernels,
