@@ -46,7 +46,10 @@ void ForwardTasks<S>::choose_tasks(const ForwardParams& params, int threads, For
   // Blocks of equal height, in whole tiles, enough of them for every thread to find work.
   int64_t blocks = larger(1, ceil_div(rows, kBlockRows));
   if (!split && query_units > 0) {
-    blocks = larger(blocks, smaller(ceil_div(4 * threads, query_units), ceil_div(rows, 4 * kTileRows)));
+    // Key mass is summed block by block: its bits hang on their height, which then must not hang on the
+    // threads.
+    const int64_t wanted = params.key_mass != nullptr ? kMaxMassSegments : ceil_div(4 * threads, query_units);
+    blocks = larger(blocks, smaller(wanted, ceil_div(rows, 4 * kTileRows)));
   }
   plan.block_rows = larger(kTileRows, round_up(ceil_div(rows, blocks), kTileRows));
   plan.segments = larger(1, ceil_div(rows, plan.block_rows));

@@ -1,0 +1,69 @@
+"""The kernels' promise: the same bits on any number of threads, and beside any other batch and heads."""
+
+import pytest
+import torch
+
+import attn_ext
+from attn_ext.testing import DTYPES
+
+pytestmark = pytest.mark.skipif(
+    attn_ext.cpu_capability() == "aten", reason="matmul libraries do not promise it"
+)
+
+# (Lq, Lk): whole rows, online over key blocks, split over keys, decoding
+LENGTHS = [(40, 70), (300, 1500), (20, 3000), (1, 2000)]
+CALLS = {
+    "plain": {},
+    "causal": {"is_causal": True, "query_offset": 5},
+    "softcap_and_window": {"softcap": 3.0, "window_left": 30},
+}
+by_dtype = pytest.mark.parametrize("dtype", DTYPES)
+by_lengths = pytest.mark.parametrize(("query_len", "key_len"), LENGTHS)
+by_call = pytest.mark.parametrize("call", CALLS)
+
+
+def inputs(query_len, key_len, dtype):
+    """(3, 4, Lq, 24), and two key heads."""
+    shapes = (3, 4, query_len, 24), (3, 2, key_len, 24), (3, 2, key_len, 20)
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def on_threads(threads, function):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return function()
+    finally:
+        torch.set_num_threads(before)
+
+
+def everything(tensors, options):
+    """Output, lse and key mass, and the gradients of all of them together."""
+    output, lse = torch.ops.attn_ext.sdpa_with_lse(*tensors, enable_gqa=True, **options)
+    _, key_mass = torch.ops.attn_ext.sdpa_with_key_mass(*tensors, enable_gqa=True, **options)
+    loss = output.square().sum() + lse[lse.isfinite()].sum() + key_mass.square().sum()
+    return [output, lse, key_mass, *torch.autograd.grad(loss, tensors)]
+
+
+@by_dtype
+@by_lengths
+@by_call
+def test_bits_do_not_depend_on_the_number_of_threads(call, query_len, key_len, dtype):
+    tensors = inputs(query_len, key_len, dtype)
+    alone = on_threads(1, lambda: everything(tensors, CALLS[call]))
+    for threads in (2, 3, 8):
+        for a, b in zip(alone, on_threads(threads, lambda: everything(tensors, CALLS[call])), strict=True):
+            assert torch.equal(a, b)
+
+
+@by_dtype
+@by_lengths
+@by_call
+def test_a_row_has_the_same_bits_beside_any_batch_and_heads(call, query_len, key_len, dtype):
+    query, key, value = (t.detach() for t in inputs(query_len, key_len, dtype))
+    whole, lse = attn_ext.sdpa_with_lse(query, key, value, enable_gqa=True, **CALLS[call])
+    part, part_lse = attn_ext.sdpa_with_lse(
+        query[1:2, 2:3], key[1:2, 1:2], value[1:2, 1:2], enable_gqa=True, **CALLS[call]
+    )
+    assert torch.equal(part, whole[1:2, 2:3])
+    assert torch.equal(part_lse, lse[1:2, 2:3])
