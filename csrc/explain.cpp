@@ -1,5 +1,7 @@
 #include "explain.h"
 
+#include <ATen/ops/zeros.h>
+
 #include <sstream>
 
 #include "aten/problem.h"
@@ -64,7 +66,11 @@ PathText text_of(cpu::ForwardPath path) {
   }
 }
 
-Explanation explain_kernels(const SdpaArgs& args, const cpu::KernelTable& table) {
+Explanation explain_kernels(SdpaArgs args, const cpu::KernelTable& table) {
+  if (args.dropout_p > 0.0) {
+    args.dropout_seed =
+        at::zeros({}, args.query.options().dtype(at::kLong));  // as good as any: nothing is drawn
+  }
   const cpu::Inputs inputs(args, check_args(args));
   const cpu::ForwardParams params = cpu::forward_params(inputs);
   const int threads = cpu::useful_threads(params.shape);

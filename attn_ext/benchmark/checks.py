@@ -24,13 +24,17 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torc
 
 
 def errors(problem: Problem, contenders: list[Contender], threads: int) -> dict[str, float]:
-    """The largest error of each contender in any result, as a part of that result's largest number."""
+    """The largest error of each contender in any result, as a part of the results' largest number.
+
+    Of all results, because one of them may be 0, as gradients are where every query sees one key.
+    """
     contenders = [contender for contender in contenders if contender.name != BASELINE]
     if problem.mode == "dropout":
         return _mean_of_dropout(problem, contenders, threads)
     part = _part(problem)
     checked = replace(problem, grad_output=_only(part, problem.grad_output))
     expected = _expected(checked, part)
+    largest = max(result.abs().max().item() for result in expected.values())
     found = {}
     for contender in contenders:
         with torch.set_grad_enabled(problem.mode == "fwdbwd"):
@@ -39,7 +43,7 @@ def errors(problem: Problem, contenders: list[Contender], threads: int) -> dict[
                 continue
             results = call()
         actual = _cut(problem, part, results if isinstance(results, tuple) else (results,))
-        found[contender.name] = max(_distance(actual[name], expected[name]) for name in expected)
+        found[contender.name] = max(_distance(actual[name], expected[name], largest) for name in expected)
     return found
 
 
@@ -118,10 +122,10 @@ def _expected(problem: Problem, part: Part) -> dict[str, Tensor]:
     return dict(zip(leaves, gradients, strict=True))
 
 
-def _distance(actual: Tensor, expected: Tensor) -> float:
-    """Largest difference over largest number; NaN where a NaN is."""
+def _distance(actual: Tensor, expected: Tensor, largest: float) -> float:
+    """Largest difference over ``largest``; NaN where a NaN is."""
     difference = (actual.detach().double() - expected).abs().max()
-    return (difference / expected.abs().max().clamp_min(1e-30)).item()
+    return difference.item() / max(largest, 1e-30)
 
 
 def _mean_of_dropout(problem: Problem, contenders: list[Contender], threads: int) -> dict[str, float]:
