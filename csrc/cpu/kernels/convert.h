@@ -160,8 +160,13 @@ ATTN_EXT_INLINE void store_element(double* p, Vec<double> v) {
 }
 
 ATTN_EXT_INLINE void store_element(BFloat16* p, Vec<float> v) {
+#if defined(__AVX512BF16__)
+  const __m256bh half = _mm512_cvtneps_pbh((__m512)v);  // subnormals become 0, as in the products of this set
+  memcpy(p, &half, sizeof(half));
+#else
   const HalfBits bits = narrow(bfloat16_bits(v));
   *reinterpret_cast<HalfBitsUnaligned*>(p) = bits;
+#endif
 }
 
 #if !defined(__F16C__) && !defined(__aarch64__)

@@ -99,6 +99,13 @@ ATTN_EXT_INLINE void transpose_square(Vec<T> (&v)[kLanes<T>]) {
   }
 }
 
+// The same columns of the rows that come after these: short runs of a row are nothing that the processor
+// foresees by itself.
+template <typename Element>
+ATTN_EXT_INLINE void prefetch_rows(const Element* from, int64_t stride, int64_t count) {
+  for (int64_t i = count; i < 2 * count; ++i) __builtin_prefetch(from + i * stride);
+}
+
 // One panel: `width` source rows from `first` on become the columns of out (depth, width).
 template <typename Product, typename Element>
 void pack_column_panel(const Matrix<Element>& m, int64_t first, int64_t width,
@@ -119,6 +126,7 @@ void pack_column_panel(const Matrix<Element>& m, int64_t first, int64_t width,
         from = block;
         stride = kElements;
       }
+      prefetch_rows(from, stride, kSide);
       Vec<Accum> square[kSide];
 #pragma GCC unroll 16
       for (int i = 0; i < kSide; ++i) square[i] = (Vec<Accum>)load_operands<Product>(from + i * stride);

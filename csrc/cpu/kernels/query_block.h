@@ -87,7 +87,7 @@ class QueryBlock {
         s_(scratch),
         packed_(packed),
         batch_(batch),
-        units_(score_units<T>(params.rule)) {}
+        units_(is_biased(params.rule) ? biased_score_units<T>(params.rule) : score_units<T>(params.rule)) {}
   QueryBlock(const QueryBlock&) = delete;
   QueryBlock& operator=(const QueryBlock&) = delete;
 
@@ -136,11 +136,15 @@ class QueryBlock {
   }
 
   // query_block_mask.h
+  bool lie_packed(const Matrix<Element>& query, int64_t index) const;
   void limit_rows();
   bool set_key_block(int64_t first_key, int64_t count);
   void select_runs();
   bool is_live(int64_t begin, int64_t end) const;
   bool row_is_live(int64_t r, KeyRange span) const;
+  bool masked_in_tile(int64_t tile, KeyRange span) const;
+  KeyRange masked_panels(int64_t r, KeyRange run) const;
+  void scores_masked(int64_t tile, KeyRange span, const TileArgs<Product>& args) const;
   void mask(int64_t group);
   void mask_row(int64_t r, T* row, int64_t begin, int64_t end) const;
 
@@ -188,6 +192,9 @@ class QueryBlock {
   T* key_mass_ = nullptr;
   bool emit_in_place_ = false;  // weights go out while their scores are in cache
   bool mask_by_key_ = false;    // the mask has to be looked at key by key
+  bool mask_in_tile_ = false;   // and its rows are dense, so that whole tiles do
+  const Operand* query_ = nullptr;  // the rows' operands, query_stride_ apart
+  int64_t query_stride_ = 0;
   int64_t rows_ = 0;
   int64_t key_head_ = 0;
   int64_t block_key_ = 0;  // first key of the key block; spans and runs count from it

@@ -190,7 +190,7 @@ template <typename S>
 void QueryBlock<S>::careful_row(int64_t group, int64_t r, int64_t column, KeyRange span, bool first,
                                 bool fresh) {
   const int64_t width = value_panel_width<S>(params_.shape.value_dim);
-  const int64_t vectors = smaller(width, s_.output_stride - column) / S::kLane;
+  const int64_t columns = round_up(smaller(width, params_.shape.value_dim - column), kColumnUnit<T>);
   const int64_t begin = span.begin / S::kDepth, end = depth_of<Product>(span.end);
   const int64_t origin = (block_key_ - packed_.first_key) / S::kDepth;
   const Operand* panel = packed_.values + column / width * packed_.value_panel_stride;
@@ -198,7 +198,7 @@ void QueryBlock<S>::careful_row(int64_t group, int64_t r, int64_t column, KeyRan
   for (int64_t k = begin; k < end; ++k) {
     const Operand* from = panel + (origin + k) * packed_.value_row_stride;
     Operand* to = chosen_values_ + (k - begin) * width;
-    for (int64_t c = 0; c < vectors * S::kLane; ++c) {
+    for (int64_t c = 0; c < columns; ++c) {
       if constexpr (S::kNarrow) {
         to[c] = from[c] & ((visible[2 * k] ? 0xffffu : 0u) | (visible[2 * k + 1] ? 0xffff0000u : 0u));
       } else {
@@ -215,7 +215,8 @@ void QueryBlock<S>::careful_row(int64_t group, int64_t r, int64_t column, KeyRan
   args.out = s_.output + r * s_.output_stride + column;
   args.out_stride = s_.output_stride;
   args.carry = first ? s_.carry + r : s_.ones + r;
-  (fresh ? tile_function<Product, false>(1, vectors) : tile_function<Product, true>(1, vectors))(args);
+  (fresh ? tile_function_of_columns<Product, false>(1, columns)
+         : tile_function_of_columns<Product, true>(1, columns))(args);
 }
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

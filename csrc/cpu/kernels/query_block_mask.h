@@ -8,6 +8,8 @@ void QueryBlock<S>::set_rows(int64_t first_head, int64_t first, int64_t rows) {
   const AttentionShape& shape = params_.shape;
   rows_ = rows;
   key_head_ = first_head / larger(1, shape.query_heads / larger(1, shape.key_heads));
+  query_ = s_.query;
+  query_stride_ = s_.query_stride;
   for (int64_t r = 0; r < rows;) {
     const int64_t head = first_head + (first + r) / shape.query_len;
     const int64_t index = (first + r) % shape.query_len;
@@ -15,13 +17,26 @@ void QueryBlock<S>::set_rows(int64_t first_head, int64_t first, int64_t rows) {
     const Matrix<Element> query{row_pointer<const Element>(params_.query, batch_, head, 0),
                                 params_.query.row_stride, params_.query.column_stride, shape.query_len,
                                 shape.head_dim};
-    pack_rows<Product>(query, index, count, s_.query + r * s_.query_stride, s_.query_stride);
+    if (count == rows && lie_packed(query, index)) {
+      query_ = reinterpret_cast<const Operand*>(query.data + index * query.row_stride);
+      query_stride_ = query.row_stride / S::kDepth;
+    } else {
+      pack_rows<Product>(query, index, count, s_.query + r * s_.query_stride, s_.query_stride);
+    }
     for (int64_t i = 0; i < count; ++i, ++r) {
       s_.row_head[r] = head;
       s_.row_index[r] = index + i;
     }
   }
   limit_rows();
+}
+
+// Dense rows of whole operands can be read where they lie.
+template <typename S>
+bool QueryBlock<S>::lie_packed(const Matrix<Element>& query, int64_t index) const {
+  return sizeof(Element) * S::kDepth == sizeof(Operand) && plan_.path != ForwardPath::kDecode &&
+         query.column_stride == 1 && query.row_stride == query.columns && query.columns % S::kDepth == 0 &&
+         reinterpret_cast<uintptr_t>(query.data + index * query.row_stride) % sizeof(Operand) == 0;
 }
 
 // Folds into the rows' key ranges whatever of the mask is a range: rows masked as a whole and padding.
@@ -47,6 +62,7 @@ void QueryBlock<S>::limit_rows() {
     }
     s_.row_keys[r] = intersect(s_.row_keys[r], padding);
   }
+  mask_in_tile_ = mask_by_key_ && rule.mask.column_stride == 1 && !units_.scale_first;
 }
 
 // False: no row sees any of these keys.
@@ -115,20 +131,52 @@ bool QueryBlock<S>::row_is_live(int64_t r, KeyRange span) const {
   return live;
 }
 
+// Whether a tile's scores meet the mask as soon as they are made: all of a panel, if the mask's row lies dense.
+template <typename S>
+bool QueryBlock<S>::masked_in_tile(int64_t tile, KeyRange span) const {
+  return mask_in_tile_ && tile_rows(tile) == kTileRows && span.end - span.begin == S::kPanel &&
+         block_key_ + span.end <= params_.shape.key_len;
+}
+
+// The part of a run that masked_in_tile() is true of.
+template <typename S>
+KeyRange QueryBlock<S>::masked_panels(int64_t r, KeyRange run) const {
+  const int64_t present = params_.shape.key_len - block_key_;
+  const KeyRange panels{round_up(run.begin, S::kPanel), round_down(smaller(run.end, present), S::kPanel)};
+  const bool in_tile = mask_in_tile_ && tile_rows(round_down(r, kTileRows)) == kTileRows;
+  return in_tile && !is_empty(panels) ? panels : KeyRange{run.end, run.end};
+}
+
+template <typename S>
+void QueryBlock<S>::scores_masked(int64_t tile, KeyRange span, const TileArgs<Product>& args) const {
+  with_mask_type<Element>(params_.rule.mask_kind, [&](auto tag) {
+    using M = typename decltype(tag)::Type;
+    const M* rows[kTileRows];
+    for (int64_t r = 0; r < kTileRows; ++r) {
+      rows[r] = row_pointer<const M>(params_.rule.mask, batch_, s_.row_head[tile + r], s_.row_index[tile + r]) +
+                block_key_ + span.begin;
+    }
+    masked_tile<Product>(args, rows, units_.scale);
+  });
+}
+
 // Scales, caps, masks, and puts -inf wherever a tile has computed a score that its row does not see.
 template <typename S>
 void QueryBlock<S>::mask(int64_t group) {
+  const bool changes_scores = mask_by_key_ || units_.scale_first;
   for (int64_t r = group; r < group + group_rows(group); ++r) {
     const KeyRange computed = aligned(tile_span(r));
     if (is_empty(computed)) continue;
     T* row = score_row(group, r);
-    // A bias is added by the multiply-add that scales, if nothing has to happen in between.
-    const bool scaled_by_mask =
-        mask_by_key_ && params_.rule.mask_kind != ScalarKind::kBool && units_.softcap == 0;
-    each_run(computed, [&](int64_t begin, int64_t end) {
-      if (units_.scale_first && !scaled_by_mask) scale_span(row, begin, end, units_);
-      if (mask_by_key_) mask_row(r, row, begin, end);
-    });
+    if (changes_scores) {
+      each_run(computed, [&](int64_t begin, int64_t end) {
+        if (units_.scale_first) scale_span(row, begin, end, units_);
+        if (!mask_by_key_) return;
+        KeyRange done = masked_panels(r, {begin, end});
+        mask_row(r, row, begin, done.begin);
+        mask_row(r, row, done.end, end);
+      });
+    }
     const KeyRange seen = s_.row_span[r];
     if (is_empty(seen)) {
       fill_span(row, computed.begin, computed.end, -kInfinity<T>);
@@ -141,12 +189,13 @@ void QueryBlock<S>::mask(int64_t group) {
 
 template <typename S>
 void QueryBlock<S>::mask_row(int64_t r, T* row, int64_t begin, int64_t end) const {
+  if (begin >= end) return;
   with_mask_type<Element>(params_.rule.mask_kind, [&](auto tag) {
     using M = typename decltype(tag)::Type;
     const TensorView& view = params_.rule.mask;
     const M* mask = row_pointer<const M>(view, batch_, s_.row_head[r], s_.row_index[r]);
     mask_span<T>(row, begin, end, mask + block_key_ * view.column_stride, view.column_stride,
-                 params_.shape.key_len - block_key_, units_.softcap == 0 ? units_.scale : static_cast<T>(1));
+                 params_.shape.key_len - block_key_, units_.scale_first ? static_cast<T>(1) : units_.scale);
   });
 }
 

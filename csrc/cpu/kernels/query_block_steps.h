@@ -70,13 +70,17 @@ void QueryBlock<S>::scores(int64_t group) {
         if (is_empty(span)) continue;
         TileArgs<Product> args{};
         args.depth = depth;
-        args.left = s_.query + tile * s_.query_stride;
-        args.left_stride = s_.query_stride;
+        args.left = query_ + tile * query_stride_;
+        args.left_stride = query_stride_;
         args.right = panel + (span.begin - p * S::kPanel);
         args.right_stride = S::kPanel;
         args.out = score_row(group, tile) + span.begin;
         args.out_stride = s_.score_stride;
-        tile_function<Product, false>(tile_rows(tile), (span.end - span.begin) / S::kLane)(args);
+        if (masked_in_tile(tile, span)) {
+          scores_masked(tile, span, args);
+        } else {
+          tile_function<Product, false>(tile_rows(tile), (span.end - span.begin) / S::kLane)(args);
+        }
       }
     }
   }
@@ -102,7 +106,7 @@ void QueryBlock<S>::softmax(int64_t group, bool narrow) {
   for (int64_t r = 0; r < kGroupRows; r += S::kLane) {
     const Vec<T> old_max = load(s_.row_max + group + r);
     // A NaN shows in its weight; in the row max it would hide that others are masked out.
-    const Vec<T> scaled = load(top + r) * units_.softmax_scale;
+    const Vec<T> scaled = to_log2_units<T>(load(top + r), units_.softmax_scale);
     const Vec<T> new_max = maximum(old_max, scaled == scaled ? scaled : Vec<T>{});
     const Vec<T> origin = new_max == -kInfinity<T> ? Vec<T>{} : new_max;  // a row that has seen nothing yet
     const Vec<T> carry = old_max == new_max ? broadcast(static_cast<T>(1)) : exp2<T>(old_max - origin);
@@ -127,7 +131,7 @@ void QueryBlock<S>::exponentials(int64_t group, bool narrow) {
     const T scale = rounds_first ? static_cast<T>(1) : units_.softmax_scale;
     Vec<T> sum = {};
     each_run(aligned(tile_span(r)), [&](int64_t begin, int64_t end) {
-      if (rounds_first) scale_span(row, begin, end, units_);
+      if (rounds_first) to_log2_units_span(row, begin, end, units_.softmax_scale);
       if constexpr (S::kNarrow) {
         if (narrow) {
           sum = exp_span_narrow<S::kExpDegree>(row, begin, end, scale, origin, sum);
@@ -210,10 +214,10 @@ void QueryBlock<S>::multiply_values(int64_t group, int64_t tile, int64_t column,
   args.out = s_.output + tile * s_.output_stride + column;
   args.out_stride = s_.output_stride;
   args.carry = first_of_tile ? s_.carry + tile : s_.ones + tile;
-  const int64_t vectors = smaller(width, s_.output_stride - column) / S::kLane;
+  const int64_t columns = round_up(smaller(width, params_.shape.value_dim - column), kColumnUnit<T>);
   const bool fresh = first_of_tile && s_.tile_started[tile / kTileRows] == 0;
-  (fresh ? tile_function<Product, false>(tile_rows(tile), vectors)
-         : tile_function<Product, true>(tile_rows(tile), vectors))(args);
+  (fresh ? tile_function_of_columns<Product, false>(tile_rows(tile), columns)
+         : tile_function_of_columns<Product, true>(tile_rows(tile), columns))(args);
 }
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

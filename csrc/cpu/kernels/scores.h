@@ -5,6 +5,7 @@
 #pragma once
 
 #include "math.h"
+#include "product.h"
 #include "visibility.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
@@ -17,18 +18,33 @@ struct ScoreUnits {
   T softmax_scale;   // of the softmax pass
 };
 
+ATTN_EXT_INLINE bool is_biased(const ScoreRule& rule) {
+  return rule.mask_kind != ScalarKind::kNone && rule.mask_kind != ScalarKind::kBool;
+}
+
 template <typename T>
 ATTN_EXT_INLINE ScoreUnits<T> score_units(const ScoreRule& rule) {
   const double log2_scale = rule.scale * kLog2E;
   const bool capped = rule.softcap > 0;
-  const bool biased = rule.mask_kind != ScalarKind::kNone && rule.mask_kind != ScalarKind::kBool;
   ScoreUnits<T> units;
   // The softmax pass looks for the largest product, so its scale must be positive, and not so small that
   // -inf times it could be anything but -inf.
-  units.scale_first = capped || biased || !(log2_scale > 1e-30);
+  units.scale_first = capped || is_biased(rule) || !(log2_scale > 1e-30);
   units.scale = static_cast<T>(capped ? rule.scale / rule.softcap : log2_scale);
   units.softcap = static_cast<T>(capped ? rule.softcap * kLog2E : 0);
   units.softmax_scale = units.scale_first ? static_cast<T>(1) : static_cast<T>(log2_scale);
+  return units;
+}
+
+// The same with a bias: scores stay in the bias's own unit, so that one multiply-add makes them, and the
+// softmax pass, which multiplies anyway, brings in log2 e.
+template <typename T>
+ATTN_EXT_INLINE ScoreUnits<T> biased_score_units(const ScoreRule& rule) {
+  ScoreUnits<T> units;
+  units.scale_first = rule.softcap > 0;
+  units.scale = static_cast<T>(rule.softcap > 0 ? rule.scale / rule.softcap : rule.scale);
+  units.softcap = static_cast<T>(rule.softcap);
+  units.softmax_scale = static_cast<T>(kLog2E);
   return units;
 }
 
@@ -90,10 +106,22 @@ ATTN_EXT_INLINE Vec<T> apply_mask(Vec<T> s, const M* mask, Vec<T> scale) {
     return keep_flagged<T>(s, mask);
   } else {
     const Vec<T> bias = load_bias<T>(mask);
-    // A bias near the lowest finite value is a way of masking, but a row of nothing else is not dead: stay
-    // finite.
-    const Vec<T> bounded = maximum(broadcast(-FloatFormat<T>::kLargest), bias * static_cast<T>(kLog2E));
-    return bias == broadcast(-kInfinity<T>) ? bias : multiply_add(s, scale, bounded);
+    return bias == broadcast(-kInfinity<T>) ? bias : multiply_add(s, scale, bias);
+  }
+}
+
+// In units of log2, for the row maximum. A bias near the lowest finite value is a way of masking, but a row of
+// nothing else is not dead: stay finite.
+template <typename T>
+ATTN_EXT_INLINE Vec<T> to_log2_units(Vec<T> s, T softmax_scale) {
+  const Vec<T> scaled = s * softmax_scale;
+  return s == broadcast(-kInfinity<T>) ? s : maximum(broadcast(-FloatFormat<T>::kLargest), scaled);
+}
+
+template <typename T>
+inline void to_log2_units_span(T* scores, int64_t begin, int64_t end, T softmax_scale) {
+  for (int64_t j = begin; j < end; j += kLanes<T>) {
+    store(scores + j, to_log2_units<T>(load(scores + j), softmax_scale));
   }
 }
 
@@ -118,6 +146,31 @@ void mask_span(T* scores, int64_t begin, int64_t end, const M* mask, int64_t str
       for (int64_t i = 0; i < count; ++i) gathered[i] = mask[(j + i) * stride];
     }
     store(scores + j, apply_mask<T>(load(scores + j), gathered, factor));
+  }
+}
+
+// A whole tile of scores that meets its mask in registers, where that costs no pass of its own:
+// out = scale left . right + mask, row r of the mask at rows[r].
+template <typename Product, typename M>
+void masked_tile(const TileArgs<Product>& args, const M* const (&rows)[kTileRows],
+                 typename Product::Accum scale) {
+  using T = typename Product::Accum;
+  constexpr int kWidth = kLanes<T>;
+  constexpr int kLineElements = 64 / sizeof(M);
+#pragma GCC unroll 8
+  for (int r = 0; r < kTileRows; ++r) {
+    for (int j = 0; j < kTileVectors * kWidth; j += kLineElements) __builtin_prefetch(rows[r] + j);
+  }
+  Vec<T> sums[kTileRows][kTileVectors] = {};
+  multiply_tile(args, sums);
+  const Vec<T> factor = broadcast(scale);
+#pragma GCC unroll 8
+  for (int r = 0; r < kTileRows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kTileVectors; ++v) {
+      store(args.out + r * args.out_stride + v * kWidth,
+            apply_mask<T>(sums[r][v], rows[r] + v * kWidth, factor));
+    }
   }
 }
 
