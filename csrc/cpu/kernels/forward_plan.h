@@ -87,16 +87,16 @@ void ForwardTasks<S>::choose_tasks(const ForwardParams& params, int threads, For
   }
 }
 
-// Whole units from a cache line on, so that reading them is as good as reading a packed copy.
+// Whole cache lines from the first value on, so that reading them is as good as reading a packed copy.
 template <typename S>
 bool ForwardTasks<S>::values_lie_packed(const ForwardParams& params) {
   if (!std::is_same_v<Element, Operand>) return false;
   const TensorView& value = params.value;
   const int64_t dim = params.shape.value_dim;
-  bool aligned = reinterpret_cast<uintptr_t>(value.data) % 64 == 0 && dim % kColumnUnit<T> == 0 &&
-                 value.batch_stride % kColumnUnit<T> == 0 && value.head_stride % kColumnUnit<T> == 0;
+  bool aligned = reinterpret_cast<uintptr_t>(value.data) % 64 == 0 && dim % S::kLane == 0 &&
+                 value.batch_stride % S::kLane == 0 && value.head_stride % S::kLane == 0;
   for (int64_t b = 0; value.batch_offsets != nullptr && b < params.shape.batch; ++b) {
-    aligned = aligned && value.batch_offsets[b] % kColumnUnit<T> == 0;
+    aligned = aligned && value.batch_offsets[b] % S::kLane == 0;
   }
   return aligned && value.column_stride == 1 && value.row_stride == dim;
 }

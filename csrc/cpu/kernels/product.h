@@ -139,10 +139,10 @@ void half_tile_product(const TileArgs<Product>& args) {
     const HalfVec<Operand> half = load_half(right + kWhole);
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) {
-      const Operand element = left[r * left_stride];
+      const Vec<Operand> element = broadcast(left[r * left_stride]);
 #pragma GCC unroll 4
-      for (int v = 0; v < Vectors; ++v) sums[r][v] = Product::step(broadcast(element), whole[v], sums[r][v]);
-      halves[r] = Product::step(element - HalfVec<Operand>{}, half, halves[r]);
+      for (int v = 0; v < Vectors; ++v) sums[r][v] = Product::step(element, whole[v], sums[r][v]);
+      halves[r] = Product::step(lower_half<Operand>(element), half, halves[r]);
     }
     left += left_step;
     right += right_stride;

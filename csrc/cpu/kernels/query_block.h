@@ -154,7 +154,7 @@ class QueryBlock {
   void softmax(int64_t group, bool narrow);
   void row_maxima(int64_t group, T* top) const;
   void exponentials(int64_t group, bool narrow);
-  void dropout(int64_t group);
+  void dropout(int64_t group, bool narrow);
   void narrow(int64_t group);
   void values(int64_t group);
   void multiply_values(int64_t group, int64_t tile, int64_t column, KeyRange span);

@@ -95,7 +95,7 @@ void QueryBlock<S>::emit_all(KeyRange keys) {
       memcpy(sums, s_.row_sum + group, sizeof(sums));
       exponentials(group, false);
       memcpy(s_.row_sum + group, sums, sizeof(sums));
-      if (params_.dropout.enabled) dropout(group);
+      if (params_.dropout.enabled) dropout(group, false);
       emit(group);
     }
   }

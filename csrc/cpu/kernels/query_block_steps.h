@@ -35,18 +35,18 @@ template <typename S>
 void QueryBlock<S>::attend_group(int64_t group) {
   const bool decodes = plan_.path == ForwardPath::kDecode;  // its values are not in pairs
   const bool narrows = S::kNarrow && !decodes;
-  const bool keep =
-      params_.dropout.enabled || emit_in_place_;  // the weights as they are, until others have seen them
+  const bool drops = params_.dropout.enabled;
   decodes ? stream_scores(group) : scores(group);
   mask(group);
   if (visible_ != nullptr) note_visible(group);
-  softmax(group, narrows && !keep);
-  if (params_.dropout.enabled) dropout(group);
+  // Weights stay as they are until the last one who wants them so has seen them.
+  softmax(group, narrows && !drops && !emit_in_place_);
+  if (drops) dropout(group, narrows && !emit_in_place_);
   if (emit_in_place_) {
     finish_rows(group);
     emit(group);
   }
-  if (narrows && keep) narrow(group);
+  if (narrows && emit_in_place_) narrow(group);
   if (decodes) {
     stream_values(group);
   } else if (visible_ != nullptr) {
@@ -145,22 +145,32 @@ void QueryBlock<S>::exponentials(int64_t group, bool narrow) {
 }
 
 template <typename S>
-void QueryBlock<S>::dropout(int64_t group) {
+void QueryBlock<S>::dropout(int64_t group, bool narrow) {
   const DropoutRule& rule = params_.dropout;
   const int64_t per_seed = rule.batches_per_seed;
   PhiloxRow state;
   set_philox_seed(state, static_cast<uint64_t>(rule.seeds[batch_ / per_seed]));
   state.batch = static_cast<uint32_t>(batch_ % per_seed);
-  for (int64_t r = group; r < group + group_rows(group); ++r) {
-    state.head = static_cast<uint32_t>(s_.row_head[r]);
-    state.row = static_cast<uint32_t>(s_.row_index[r]);
-    T* row = score_row(group, r);
+  const int64_t end_row = group + group_rows(group);
+  for (int64_t r = group; r < end_row; r += 2) {  // two rows of a tile, which share their span
+    const int64_t rows = smaller(2, end_row - r);
+    const int64_t row[2] = {s_.row_index[r], s_.row_index[r + rows - 1]};
+    const int64_t head[2] = {s_.row_head[r], s_.row_head[r + rows - 1]};
     each_run(aligned(tile_span(r)), [&](int64_t begin, int64_t end) {
       for (int64_t first = round_down(begin, kDropoutColumns); first < end; first += kDropoutColumns) {
-        uint32_t words[kDropoutColumns];
-        philox_words(state, static_cast<uint32_t>((block_key_ + first) / kDropoutColumns), words);
+        uint32_t words[2][kDropoutColumns];
+        philox_words(state, static_cast<uint64_t>((block_key_ + first) / kDropoutColumns), row, head, words);
         const KeyRange part = intersect({begin, end}, {first, first + kDropoutColumns});
-        drop_span(row, part.begin, part.end, words + (part.begin - first), rule.threshold);
+        for (int64_t i = 0; i < rows; ++i) {
+          T* to = score_row(group, r + i);
+          drop_span(to, part.begin, part.end, words[i] + (part.begin - first), rule.threshold,
+                    [&](int64_t j, Vec<T> p) {
+                      if constexpr (S::kNarrow) {
+                        if (narrow) return store_narrow(to, j, p);
+                      }
+                      store(to + j, p);
+                    });
+        }
       }
     });
   }

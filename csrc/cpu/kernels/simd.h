@@ -184,6 +184,11 @@ ATTN_EXT_INLINE HalfVec<double> multiply_add(HalfVec<double> a, HalfVec<double> 
   return (HalfVec<double>)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
 }
 
+template <typename T>
+ATTN_EXT_INLINE HalfVec<T> lower_half(Vec<T> v) {
+  return (HalfVec<T>)_mm512_castsi512_si256((__m512i)v);
+}
+
 // A half in the lower lanes, 0 in the upper ones.
 ATTN_EXT_INLINE Vec<float> with_zeros(HalfVec<float> v) {
   return (Vec<float>)_mm512_zextps256_ps512((__m256)v);
