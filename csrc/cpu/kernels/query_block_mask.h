@@ -69,6 +69,9 @@ bool QueryBlock<S>::set_key_block(int64_t first_key, int64_t count) {
   }
   run_count_ = 0;
   if (is_empty(hull)) return false;
+  if (plan_.path == ForwardPath::kDecode) {  // all rows go through all that is read
+    for (int64_t tile = 0; tile < rows_; tile += kTileRows) s_.tile_span[tile / kTileRows] = hull;
+  }
   runs_[0] = aligned(hull);
   run_count_ = 1;
   if (mask_by_key_) select_runs();
