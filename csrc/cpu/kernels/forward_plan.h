@@ -63,12 +63,11 @@ void ForwardTasks<S>::choose_tasks(const ForwardParams& params, int threads, For
     const int64_t even = key_units * plan.splits / (kTasksPerThread * threads);
     plan.task_splits = plan.path == ForwardPath::kDecode ? larger(1, smaller(even, plan.splits)) : 1;
     plan.run_tasks = key_units * ceil_div(plan.splits, plan.task_splits);
-    plan.finish_tasks = query_units;
-    plan.shared_bytes = query_units * plan.splits * shape.query_len * partial_row_size(shape) *
-                        static_cast<int64_t>(sizeof(T));
-    if (has_weights(params)) {
-      plan.shared_bytes +=
-          query_units * shape.query_len * padded_key_len(shape) * static_cast<int64_t>(sizeof(T));
+    if (plan.splits > 1 || has_weights(params)) {
+      const int64_t kept = has_weights(params) ? padded_key_len(shape) : 0;
+      plan.finish_tasks = query_units;
+      plan.shared_bytes = query_units * shape.query_len * (plan.splits * partial_row_size(shape) + kept) *
+                          static_cast<int64_t>(sizeof(T));
     }
     if (plan.path == ForwardPath::kSplit) packed_head(params, plan, scratch, 0, 0, 0);
     plan.thread_bytes = scratch.used;

@@ -58,6 +58,10 @@ void ForwardTasks<S>::run_piece(const ForwardParams& params, const ForwardPlan& 
     block.set_rows(key_head * group, first, smaller(plan.block_rows, rows - first));
     block.attend(keys);
     if (!block.output_is_finite()) block.attend_carefully(keys);
+    if (plan.finish_tasks == 0) {  // the piece is all there is
+      block.finish();
+      continue;
+    }
     for (int64_t r = 0; r < smaller(plan.block_rows, rows - first); ++r) {
       T* to =
           split_partial(params, plan, shared, batch, query.row_head[r], piece) + query.row_index[r] * size;

@@ -172,10 +172,10 @@ ATTN_EXT_INLINE Vec<typename Product::Operand> load_row_operands_partial(const E
   if constexpr (Product::kDepth == 1) {
     return load_operands_partial<Product>(p, count);
   } else {
-    Element rows[2 * kLanes<float>] = {};
-    copy_partial(rows, p, count);
-    copy_partial(rows + kLanes<float>, p + row_stride, count);
-    return load_row_operands<Product>(rows, kLanes<float>);
+    using Plain = PlainProduct<float>;  // bfloat16 are the upper halves of its floats
+    const Vec<uint32_t> low = (Vec<uint32_t>)load_operands_partial<Plain>(p, count);
+    const Vec<uint32_t> high = (Vec<uint32_t>)load_operands_partial<Plain>(p + row_stride, count);
+    return (low >> 16) | high;
   }
 }
 
