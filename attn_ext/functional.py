@@ -101,7 +101,7 @@ def sdpa(
         >>> expected = attn_ext.sdpa(query, key, value, -slopes[:, None, None] * distance, is_causal=True)
         >>> torch.testing.assert_close(attn_ext.sdpa(query, key, value, bias, is_causal=True), expected)
     """
-    if not torch.jit.is_scripting() and not torch.compiler.is_compiling():
+    if not torch.jit.is_scripting() and not torch.compiler.is_compiling():  # type: ignore[attr-defined]
         eager: Tensor = _C.sdpa(
             query,
             key,
@@ -173,7 +173,7 @@ def sdpa_with_weights(
         tensor([[1.0000, 0.0000],
                 [0.3302, 0.6698]])
     """
-    if not torch.jit.is_scripting() and not torch.compiler.is_compiling():
+    if not torch.jit.is_scripting() and not torch.compiler.is_compiling():  # type: ignore[attr-defined]
         eager: tuple[Tensor, Tensor] = _C.sdpa_with_weights(
             query,
             key,
@@ -246,7 +246,7 @@ def sdpa_with_lse(
         >>> share = torch.sigmoid(right_lse - left_lse).unsqueeze(-1)
         >>> torch.testing.assert_close(torch.lerp(left, right, share), attn_ext.sdpa(query, key, value))
     """
-    if not torch.jit.is_scripting() and not torch.compiler.is_compiling():
+    if not torch.jit.is_scripting() and not torch.compiler.is_compiling():  # type: ignore[attr-defined]
         eager: tuple[Tensor, Tensor] = _C.sdpa_with_lse(
             query,
             key,
@@ -316,7 +316,7 @@ def sdpa_with_key_mass(
         >>> _, weights = attn_ext.sdpa_with_weights(query, key, value)
         >>> torch.testing.assert_close(key_mass, weights.sum(dim=-2))
     """
-    if not torch.jit.is_scripting() and not torch.compiler.is_compiling():
+    if not torch.jit.is_scripting() and not torch.compiler.is_compiling():  # type: ignore[attr-defined]
         eager: tuple[Tensor, Tensor] = _C.sdpa_with_key_mass(
             query,
             key,

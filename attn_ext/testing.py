@@ -359,7 +359,13 @@ CASES: tuple[Case, ...] = (
         mask_shape=(1, 8, 9, 531),
         **_options(enable_gqa=True),
     ),
-    Case("decode_window", (1, 2, 4, 16), (1, 2, 1100, 16), (1, 2, 1100, 16), **_options(window_left=10, window_right=20, query_offset=500)),
+    Case(
+        "decode_window",
+        (1, 2, 4, 16),
+        (1, 2, 1100, 16),
+        (1, 2, 1100, 16),
+        **_options(window_left=10, window_right=20, query_offset=500),
+    ),
     Case("decode_transposed", (2, 4, 3, 33), (2, 4, 300, 33), (2, 4, 300, 50), layout="transposed"),
     Case(
         "decode_with_everything",
