@@ -1,12 +1,15 @@
 """The public ops as typed, documented and scriptable functions.
 
-Each function calls the op of its name in ``torch.ops.attn_ext`` and nothing else. The ops take ``scale`` and
-what follows it by keyword only; the functions do not insist on it, because TorchScript cannot compile
-keyword-only parameters that have defaults.
+Each function calls the op of its name in ``torch.ops.attn_ext`` and nothing else: in eager mode through a
+C function that takes its arguments by position, which is the same call with less to unpack. The ops take
+``scale`` and what follows it by keyword only; the functions do not insist on it, because TorchScript cannot
+compile keyword-only parameters that have defaults.
 """
 
 import torch
 from torch import Tensor
+
+from ._library import _C
 
 __all__ = ["sdpa", "sdpa_with_key_mass", "sdpa_with_lse", "sdpa_with_weights"]
 
@@ -98,6 +101,24 @@ def sdpa(
         >>> expected = attn_ext.sdpa(query, key, value, -slopes[:, None, None] * distance, is_causal=True)
         >>> torch.testing.assert_close(attn_ext.sdpa(query, key, value, bias, is_causal=True), expected)
     """
+    if not torch.jit.is_scripting() and not torch.compiler.is_compiling():  # type: ignore[attr-defined]
+        eager: Tensor = _C.sdpa(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale,
+            enable_gqa,
+            window_left,
+            window_right,
+            query_offset,
+            softcap,
+            sinks,
+        )
+        if eager is not NotImplemented:
+            return eager
     output: Tensor = torch.ops.attn_ext.sdpa(
         query,
         key,
@@ -152,6 +173,24 @@ def sdpa_with_weights(
         tensor([[1.0000, 0.0000],
                 [0.3302, 0.6698]])
     """
+    if not torch.jit.is_scripting() and not torch.compiler.is_compiling():  # type: ignore[attr-defined]
+        eager: tuple[Tensor, Tensor] = _C.sdpa_with_weights(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale,
+            enable_gqa,
+            window_left,
+            window_right,
+            query_offset,
+            softcap,
+            sinks,
+        )
+        if eager is not NotImplemented:
+            return eager
     result: tuple[Tensor, Tensor] = torch.ops.attn_ext.sdpa_with_weights(
         query,
         key,
@@ -207,6 +246,24 @@ def sdpa_with_lse(
         >>> share = torch.sigmoid(right_lse - left_lse).unsqueeze(-1)
         >>> torch.testing.assert_close(torch.lerp(left, right, share), attn_ext.sdpa(query, key, value))
     """
+    if not torch.jit.is_scripting() and not torch.compiler.is_compiling():  # type: ignore[attr-defined]
+        eager: tuple[Tensor, Tensor] = _C.sdpa_with_lse(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale,
+            enable_gqa,
+            window_left,
+            window_right,
+            query_offset,
+            softcap,
+            sinks,
+        )
+        if eager is not NotImplemented:
+            return eager
     result: tuple[Tensor, Tensor] = torch.ops.attn_ext.sdpa_with_lse(
         query,
         key,
@@ -259,6 +316,24 @@ def sdpa_with_key_mass(
         >>> _, weights = attn_ext.sdpa_with_weights(query, key, value)
         >>> torch.testing.assert_close(key_mass, weights.sum(dim=-2))
     """
+    if not torch.jit.is_scripting() and not torch.compiler.is_compiling():  # type: ignore[attr-defined]
+        eager: tuple[Tensor, Tensor] = _C.sdpa_with_key_mass(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale,
+            enable_gqa,
+            window_left,
+            window_right,
+            query_offset,
+            softcap,
+            sinks,
+        )
+        if eager is not NotImplemented:
+            return eager
     result: tuple[Tensor, Tensor] = torch.ops.attn_ext.sdpa_with_key_mass(
         query,
         key,

@@ -340,6 +340,44 @@ CASES: tuple[Case, ...] = (
     Case("long_padding", **_square(300, mask="padding", mask_shape=(1, 1, 1, 300))),
     Case("long_bias", **_square(200, mask="bias", mask_shape=(2, 200, 200))),
     Case("long_dead_rows", **_square(140, mask="dead_row", mask_shape=(1, 2, 140, 140))),
+    # Few rows, many columns
+    Case(
+        "decode_padding_of_each_head",
+        (1, 12, 2, 40),
+        (1, 2, 600, 40),
+        (1, 2, 600, 36),
+        mask="padding",
+        mask_shape=(1, 12, 1, 600),
+        **_options(enable_gqa=True),
+    ),
+    Case(
+        "decode_bool_mask",
+        (1, 8, 9, 80),
+        (1, 2, 531, 80),
+        (1, 2, 531, 80),
+        mask="bool",
+        mask_shape=(1, 8, 9, 531),
+        **_options(enable_gqa=True),
+    ),
+    Case(
+        "decode_window",
+        (1, 2, 4, 16),
+        (1, 2, 1100, 16),
+        (1, 2, 1100, 16),
+        **_options(window_left=10, window_right=20, query_offset=500),
+    ),
+    Case("decode_transposed", (2, 4, 3, 33), (2, 4, 300, 33), (2, 4, 300, 50), layout="transposed"),
+    Case(
+        "decode_with_everything",
+        (2, 6, 16, 64),
+        (2, 2, 300, 64),
+        (2, 2, 300, 72),
+        mask="bias",
+        mask_shape=(2, 1, 16, 300),
+        sinks=True,
+        layout="heads_last",
+        **_options(enable_gqa=True, is_causal=True, query_offset=284, softcap=3.0),
+    ),
 )
 
 

@@ -5,6 +5,7 @@ set(ATTN_EXT_SOURCES
   csrc/args.cpp
   csrc/checks.cpp
   csrc/autograd/sdpa_autograd.cpp
+  csrc/autograd/sdpa_autograd_cpu.cpp
   csrc/autocast/sdpa_autocast.cpp
   csrc/meta/sdpa_meta.cpp
   csrc/composite/sdpa_composite.cpp
@@ -31,4 +32,5 @@ set(ATTN_EXT_KERNEL_SOURCES
   csrc/cpu/kernels/kernels.cpp)
 
 set(ATTN_EXT_PYTHON_SOURCES
+  csrc/python/calls.cpp
   csrc/python/module.cpp)

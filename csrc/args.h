@@ -90,6 +90,28 @@ SdpaOutputs call_forward(const SdpaArgs& args, SideOutputs wanted);
 SdpaInputs call_backward(const SdpaOutputs& grads, const SdpaArgs& args, const at::Tensor& output,
                          const at::Tensor& lse, InputMask wanted);
 
+/// The arguments of a public op.
+inline SdpaArgs public_args(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                            const OptionalTensor& attn_mask, double dropout_p, bool is_causal,
+                            std::optional<double> scale, bool enable_gqa,
+                            std::optional<c10::SymInt> window_left, std::optional<c10::SymInt> window_right,
+                            c10::SymInt query_offset, double softcap, const OptionalTensor& sinks) {
+  return {.query = query,
+          .key = key,
+          .value = value,
+          .attn_mask = tensor_or_undefined(attn_mask),
+          .sinks = tensor_or_undefined(sinks),
+          .dropout_seed = {},
+          .dropout_p = dropout_p,
+          .is_causal = is_causal,
+          .scale = scale,
+          .enable_gqa = enable_gqa,
+          .window_left = std::move(window_left),
+          .window_right = std::move(window_right),
+          .query_offset = std::move(query_offset),
+          .softcap = softcap};
+}
+
 /// Kernel of a public op: `function` is Result(const SdpaArgs&).
 template <auto function>
 auto public_kernel(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
@@ -97,20 +119,21 @@ auto public_kernel(const at::Tensor& query, const at::Tensor& key, const at::Ten
                    std::optional<double> scale, bool enable_gqa, std::optional<c10::SymInt> window_left,
                    std::optional<c10::SymInt> window_right, c10::SymInt query_offset, double softcap,
                    const OptionalTensor& sinks) {
-  return function(SdpaArgs{.query = query,
-                           .key = key,
-                           .value = value,
-                           .attn_mask = tensor_or_undefined(attn_mask),
-                           .sinks = tensor_or_undefined(sinks),
-                           .dropout_seed = {},
-                           .dropout_p = dropout_p,
-                           .is_causal = is_causal,
-                           .scale = scale,
-                           .enable_gqa = enable_gqa,
-                           .window_left = std::move(window_left),
-                           .window_right = std::move(window_right),
-                           .query_offset = std::move(query_offset),
-                           .softcap = softcap});
+  return function(public_args(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
+                              std::move(window_left), std::move(window_right), std::move(query_offset),
+                              softcap, sinks));
+}
+
+/// As public_kernel; `function` is Result(DispatchKeySet, const SdpaArgs&).
+template <auto function>
+auto public_kernel_with_keys(c10::DispatchKeySet keys, const at::Tensor& query, const at::Tensor& key,
+                             const at::Tensor& value, const OptionalTensor& attn_mask, double dropout_p,
+                             bool is_causal, std::optional<double> scale, bool enable_gqa,
+                             std::optional<c10::SymInt> window_left, std::optional<c10::SymInt> window_right,
+                             c10::SymInt query_offset, double softcap, const OptionalTensor& sinks) {
+  return function(keys, public_args(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
+                                    std::move(window_left), std::move(window_right), std::move(query_offset),
+                                    softcap, sinks));
 }
 
 /// Kernel of `_sdpa_forward`: `function` is SdpaOutputs(const SdpaArgs&, SideOutputs).

@@ -21,6 +21,7 @@ void check_tensor(const at::Tensor& tensor, const char* name, const at::Tensor& 
 
 void check_attention_operand(const at::Tensor& tensor, const char* name, const char* shape,
                              const at::Tensor& query) {
+  TORCH_CHECK(tensor.defined(), "attn_ext: expected ", name, " to be a tensor, but got None");
   check_tensor(tensor, name, query);
   TORCH_CHECK(tensor.dim() >= 2, "attn_ext: expected ", name, " to have at least 2 dimensions ", shape,
               ", but got shape ", tensor.sym_sizes());

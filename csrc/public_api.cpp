@@ -13,7 +13,8 @@ template <auto composite>
 auto call(const char* name, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
           const SdpaOptions& options) {
   using Signature = std::remove_pointer_t<decltype(&public_kernel<composite>)>;
-  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<Signature>();
+  static const auto op =  // one for each composite, and so for each name
+      c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<Signature>();
   return op.call(query, key, value, options.attn_mask, options.dropout_p, options.is_causal, options.scale,
                  options.enable_gqa, options.window_left, options.window_right, options.query_offset,
                  options.softcap, options.sinks);

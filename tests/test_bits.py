@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 # (Lq, Lk): whole rows, online over key blocks, split over keys, decoding
-LENGTHS = [(40, 70), (300, 1500), (20, 3000), (1, 2000)]
+LENGTHS = [(40, 70), (300, 1500), (20, 3000), (1, 2000), (13, 700)]
 CALLS = {
     "plain": {},
     "causal": {"is_causal": True, "query_offset": 5},

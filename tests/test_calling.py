@@ -472,9 +472,86 @@ def test_anomaly_mode(op, device):
 
 
 @by_op
-def test_function_gives_what_the_operator_gives(op, device):
+@by_case
+def test_function_gives_what_the_operator_gives(case, op, device):
+    arguments = case.build(torch.float32, device)
+    expected = tensors(arguments(operator(op)))
+    for actual, of_operator in zip(tensors(arguments(getattr(attn_ext, op))), expected, strict=True):
+        assert torch.equal(actual, of_operator)
+
+
+@by_op
+def test_function_is_differentiable_like_the_operator(op, device):
+    arguments = EVERYTHING.build(torch.float64, device)
+    expected = gradients(operator(op), arguments)
+    actual = gradients(getattr(attn_ext, op), arguments)
+    for name in expected:
+        torch.testing.assert_close(actual[name], expected[name])
+
+
+@by_op
+def test_function_gives_the_tangents_that_the_operator_gives(op, device):
+    arguments = EVERYTHING.build(torch.float64, device)
+    inputs = arguments.differentiable()
+    directions = {name: torch.randn_like(t) for name, t in inputs.items()}
+
+    def tangents(function):
+        with torch.autograd.forward_ad.dual_level():
+            duals = {
+                name: torch.autograd.forward_ad.make_dual(t, directions[name]) for name, t in inputs.items()
+            }
+            outputs = tensors(arguments.with_tensors(duals)(function))
+            return [torch.autograd.forward_ad.unpack_dual(t).tangent for t in outputs]
+
+    torch.testing.assert_close(tangents(getattr(attn_ext, op)), tangents(operator(op)))
+
+
+@by_op
+def test_output_is_the_same_with_and_without_autograd(op, device):
     arguments = EVERYTHING.build(torch.float32, device)
-    torch.testing.assert_close(arguments(getattr(attn_ext, op)), arguments(operator(op)))
+    expected = tensors(arguments.leaves()(operator(op)))
+    with torch.no_grad():
+        without = tensors(arguments(operator(op)))
+    with torch.inference_mode():
+        inference = tensors(arguments(operator(op)))
+    for a, b, c in zip(expected, without, inference, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+
+
+@by_op
+def test_function_takes_integers_for_floats(op, device):
+    query, key, value = torch.randn(3, 2, 4, 8, device=device)
+    function = getattr(attn_ext, op)
+    expected = function(query, key, value, None, 0.0, scale=1.0, softcap=2.0)
+    torch.testing.assert_close(function(query, key, value, None, 0, scale=1, softcap=2), expected)
+
+
+@by_op
+def test_function_refuses_what_is_no_tensor(op, device):
+    query = torch.randn(2, 4, 8, device=device)
+    with pytest.raises(RuntimeError, match="key to be a tensor"):
+        getattr(attn_ext, op)(query, None, query)
+
+
+@by_op
+def test_torch_function_modes_and_subclasses_see_the_function(op, device):
+    seen = []
+
+    class Log(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    class Tagged(torch.Tensor):
+        pass
+
+    query, key, value = torch.randn(3, 2, 4, 8, device=device)
+    with Log():
+        getattr(attn_ext, op)(query, key, value)
+    assert any(op in func for func in seen)
+    outputs = getattr(attn_ext, op)(query.as_subclass(Tagged), key, value)
+    assert all(isinstance(output, Tagged) for output in tensors(outputs))
 
 
 def test_dispatch_modes_see_the_internal_operator(device):

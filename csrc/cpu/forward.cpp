@@ -1,7 +1,8 @@
 // `_sdpa_forward` on the CPU: tensors to parameters, then the kernels' rounds of tasks over the threads.
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
+#include "forward.h"
+
+#include <ATen/EmptyTensor.h>
 #include <torch/library.h>
 
 #include "../aten/sdpa_aten.h"
@@ -27,6 +28,16 @@ void run_forward(const ForwardKernels& kernels, const ForwardParams& params) {
   });
 }
 
+/// Through no dispatcher: all keys above the CPU's are done with.
+at::Tensor empty_output(const CallSizes& sizes, std::initializer_list<int64_t> tail, at::ScalarType dtype) {
+  return at::detail::empty_cpu(sizes.output_shape(tail), dtype);
+}
+
+void add_output(Inputs& inputs, ForwardParams& params, const at::Tensor& output) {
+  params.output = inputs.views.matrix(output);
+  params.output.column_stride = 1;
+}
+
 SdpaOutputs forward_cpu(const SdpaArgs& args, SideOutputs wanted) {
   const KernelTable* table = kernels_in_use();
   if (table == nullptr) {
@@ -35,23 +46,21 @@ SdpaOutputs forward_cpu(const SdpaArgs& args, SideOutputs wanted) {
   Inputs inputs(args, check_args(args));
   const CallSizes& sizes = inputs.sizes;
   const auto dtype = args.query.scalar_type();
-  const auto options = args.query.options();
-  const auto accumulated = options.dtype(accumulation_dtype(dtype));
+  const auto accumulated = accumulation_dtype(dtype);
 
   SdpaOutputs outputs;
-  outputs.output = at::empty(sizes.output_shape({sizes.query_len, sizes.value_dim}), options);
-  outputs.lse = at::empty(sizes.output_shape({sizes.query_len}), accumulated);
+  outputs.output = empty_output(sizes, {sizes.query_len, sizes.value_dim}, dtype);
+  outputs.lse = empty_output(sizes, {sizes.query_len}, accumulated);
   ForwardParams params = forward_params(inputs);
-  params.output = inputs.views.matrix(outputs.output);
-  params.output.column_stride = 1;
+  add_output(inputs, params, outputs.output);
   params.lse = outputs.lse.data_ptr();
   if (wanted.weights) {
-    outputs.weights = at::empty(sizes.output_shape({sizes.query_len, sizes.key_len}), options);
+    outputs.weights = empty_output(sizes, {sizes.query_len, sizes.key_len}, dtype);
     params.weights = inputs.views.matrix(outputs.weights);
     params.weights.column_stride = 1;
   }
   if (wanted.key_mass) {
-    outputs.key_mass = at::zeros(sizes.output_shape({sizes.key_len}), accumulated);
+    outputs.key_mass = empty_output(sizes, {sizes.key_len}, accumulated).zero_();
     params.key_mass = outputs.key_mass.data_ptr();
   }
   run_forward(kernels_of(table->forward, dtype), params);
@@ -62,6 +71,21 @@ SdpaOutputs forward_cpu(const SdpaArgs& args, SideOutputs wanted) {
 }
 
 }  // namespace
+
+at::Tensor output_cpu(const SdpaArgs& args) {
+  const KernelTable* table = kernels_in_use();
+  if (table == nullptr) {
+    return forward_aten(args, {}).output;
+  }
+  Inputs inputs(args, check_args(args));
+  const CallSizes& sizes = inputs.sizes;
+  const auto dtype = args.query.scalar_type();
+  at::Tensor output = empty_output(sizes, {sizes.query_len, sizes.value_dim}, dtype);
+  ForwardParams params = forward_params(inputs);
+  add_output(inputs, params, output);
+  run_forward(kernels_of(table->forward, dtype), params);
+  return output;
+}
 
 TORCH_LIBRARY_IMPL(attn_ext, CPU, m) {
   m.impl("_sdpa_forward", TORCH_FN((forward_kernel<&forward_cpu>)));

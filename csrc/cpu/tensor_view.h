@@ -3,7 +3,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <deque>
 #include <vector>
 
 #include "../checks.h"
@@ -40,7 +39,7 @@ class Views {
   void set_batch(TensorView& view, const at::Tensor& tensor, int64_t tail);
 
   const CallSizes& sizes_;
-  std::deque<std::vector<int64_t>> tables_;
+  std::vector<std::vector<int64_t>> tables_;  // what lies in them stays where it is
 };
 
 }  // namespace attn_ext::cpu

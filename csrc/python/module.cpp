@@ -5,6 +5,7 @@
 #include "../capability.h"
 #include "../cpu/peak.h"
 #include "../explain.h"
+#include "calls.h"
 
 namespace py = pybind11;
 
@@ -36,6 +37,9 @@ py::dict explain(const at::Tensor& query, const at::Tensor& key, const at::Tenso
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
+  if (PyModule_AddFunctions(m.ptr(), attn_ext::kCalls) != 0) {
+    throw py::error_already_set();
+  }
   m.def("cpu_capability", &attn_ext::cpu_capability);
   m.def("available_cpu_capabilities", &attn_ext::available_cpu_capabilities);
   m.def("measure_multiply_add_peak", &attn_ext::measure_multiply_add_peak, py::arg("capability"),

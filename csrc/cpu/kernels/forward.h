@@ -30,7 +30,8 @@ struct ForwardPlan {
   int64_t block_keys;   // keys of a block
   int64_t splits;       // pieces of the keys, each of split_keys; 0: not split
   int64_t split_keys;
-  int64_t segments;  // runs of query blocks that a task takes
+  int64_t task_splits;  // pieces that a task takes
+  int64_t segments;     // runs of query blocks that a task takes
   int64_t pack_tasks, run_tasks, finish_tasks;
   int64_t shared_bytes, thread_bytes;
 };

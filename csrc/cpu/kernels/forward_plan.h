@@ -16,18 +16,17 @@ void ForwardTasks<S>::plan(const ForwardParams& params, int threads, ForwardPlan
 template <typename S>
 void ForwardTasks<S>::choose_path(const ForwardParams& params, ForwardPlan& plan) {
   const AttentionShape& shape = params.shape;
-  const bool has_weights = params.weights.data != nullptr || params.key_mass != nullptr;
-  if (shape.query_len <= kDecodeQueries && !has_weights) {
+  if (shape.query_len <= kDecodeQueries) {
     plan.path = ForwardPath::kDecode;
     plan.split_keys = kDecodeKeys;
     plan.splits = larger(1, ceil_div(shape.key_len, kDecodeKeys));
     plan.block_keys = kDecodeKeys;
-  } else if (shape.query_len <= kSplitQueries && shape.key_len > kRowsPathKeys && !has_weights) {
+  } else if (shape.query_len <= kSplitQueries && shape.key_len > kRowsPathKeys && !has_weights(params)) {
     plan.path = ForwardPath::kSplit;
     plan.split_keys = kSplitKeys;
     plan.splits = ceil_div(shape.key_len, kSplitKeys);
     plan.block_keys = kSplitKeys;
-  } else if (shape.key_len <= (has_weights ? kMaxBlockKeys : kRowsPathKeys)) {
+  } else if (shape.key_len <= (has_weights(params) ? kMaxBlockKeys : kRowsPathKeys)) {
     plan.path = ForwardPath::kRows;
     plan.block_keys = larger(1, shape.key_len);
   } else {
@@ -60,10 +59,16 @@ void ForwardTasks<S>::choose_tasks(const ForwardParams& params, int threads, For
   Arena scratch{nullptr, 0};
   take_query_scratch<S>(scratch, shape, plan);
   if (split) {
-    plan.run_tasks = key_units * plan.splits;
-    plan.finish_tasks = query_units;
-    plan.shared_bytes = query_units * plan.splits * shape.query_len * partial_row_size(shape) *
-                        static_cast<int64_t>(sizeof(T));
+    // Pieces that lie beside each other stream better; some tasks a thread are enough for an even share.
+    const int64_t even = key_units * plan.splits / (kTasksPerThread * threads);
+    plan.task_splits = plan.path == ForwardPath::kDecode ? larger(1, smaller(even, plan.splits)) : 1;
+    plan.run_tasks = key_units * ceil_div(plan.splits, plan.task_splits);
+    if (plan.splits > 1 || has_weights(params)) {
+      const int64_t kept = has_weights(params) ? padded_key_len(shape) : 0;
+      plan.finish_tasks = query_units;
+      plan.shared_bytes = query_units * shape.query_len * (plan.splits * partial_row_size(shape) + kept) *
+                          static_cast<int64_t>(sizeof(T));
+    }
     if (plan.path == ForwardPath::kSplit) packed_head(params, plan, scratch, 0, 0, 0);
     plan.thread_bytes = scratch.used;
     return;

@@ -16,8 +16,9 @@ constexpr int64_t kRowsPathKeys = 2 * kOnlineKeys;  // whole rows up to here
 constexpr int64_t kBlockRows = ATTN_EXT_BLOCK_ROWS;
 constexpr int64_t kSplitQueries = 32;  // as few query rows as this and the keys are split
 constexpr int64_t kSplitKeys = 512;
-constexpr int64_t kDecodeQueries = 4;  // as few as this and nothing is packed
+constexpr int64_t kDecodeQueries = 16;  // as few as this and nothing is packed
 constexpr int64_t kDecodeKeys = 256;
+constexpr int64_t kTasksPerThread = 8;    // at least, where keys are decoded and there are as many pieces
 constexpr int64_t kPackKeys = 256;        // keys packed by a task of the packing round
 constexpr int64_t kMaxMassSegments = 16;  // partial key masses of a head
 
@@ -43,6 +44,9 @@ struct ForwardTasks {
   static void choose_path(const ForwardParams& params, ForwardPlan& plan);
   static void choose_tasks(const ForwardParams& params, int threads, ForwardPlan& plan);
   static bool values_lie_packed(const ForwardParams& params);
+  static bool has_weights(const ForwardParams& params) {
+    return params.weights.data != nullptr || params.key_mass != nullptr;
+  }
   static int64_t group_size(const AttentionShape& shape) {
     return shape.query_heads / larger(1, shape.key_heads);
   }
@@ -56,16 +60,23 @@ struct ForwardTasks {
                          void* shared);
   static void run_split(const ForwardParams& params, const ForwardPlan& plan, int64_t task, void* shared,
                         void* scratch);
+  static void run_piece(const ForwardParams& params, const ForwardPlan& plan, int64_t batch, int64_t key_head,
+                        int64_t piece, void* shared, void* scratch);
   static T* mass_partial(const ForwardParams& params, const ForwardPlan& plan, void* shared, int64_t batch,
                          int64_t head, int64_t segment);
   static T* split_partial(const ForwardParams& params, const ForwardPlan& plan, void* shared, int64_t batch,
                           int64_t head, int64_t piece);
+  static T* split_weights(const ForwardParams& params, const ForwardPlan& plan, void* shared, int64_t batch,
+                          int64_t head);
   static void merge_split(const ForwardParams& params, const ForwardPlan& plan, int64_t batch, int64_t head,
                           void* shared, void* scratch);
+  static void merge_weights(const ForwardParams& params, const ForwardPlan& plan,
+                            const QueryScratch<S>& query, int64_t batch, int64_t row, void* shared);
   static int64_t packed_head_bytes(const ForwardParams& params, const ForwardPlan& plan);
   static int64_t partial_row_size(const AttentionShape& shape) {
     return padded_value_dim<S>(shape.value_dim) + S::kLane;  // the output, then row max and row sum
   }
+  static int64_t padded_key_len(const AttentionShape& shape) { return round_up(shape.key_len, S::kLane); }
 };
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY
@@ -170,7 +181,6 @@ void ForwardTasks<S>::run_blocks(const ForwardParams& params, const ForwardPlan&
   const AttentionShape& shape = params.shape;
   const KeyRange keys{0, shape.key_len};
   const int64_t blocks = ceil_div(shape.query_len, plan.block_rows);
-  const bool has_weights = params.weights.data != nullptr || params.key_mass != nullptr;
   QueryBlock<S> block(params, plan, scratch, packed, batch);
   if (params.key_mass != nullptr) {
     T* mass = mass_partial(params, plan, shared, batch, head, segment);
@@ -180,11 +190,11 @@ void ForwardTasks<S>::run_blocks(const ForwardParams& params, const ForwardPlan&
   for (int64_t i = segment * blocks / plan.segments; i < (segment + 1) * blocks / plan.segments; ++i) {
     const int64_t first = i * plan.block_rows;
     block.set_rows(head, first, smaller(plan.block_rows, shape.query_len - first));
-    block.set_emit_in_place(has_weights && plan.path == ForwardPath::kRows);
+    block.set_emit_in_place(has_weights(params) && plan.path == ForwardPath::kRows);
     block.attend(keys);
     if (!block.output_is_finite()) block.attend_carefully(keys);
     block.finish();
-    if (has_weights && plan.path != ForwardPath::kRows) block.emit_all(keys);
+    if (has_weights(params) && plan.path != ForwardPath::kRows) block.emit_all(keys);
   }
 }
 

@@ -68,7 +68,7 @@ struct ForwardParams {
   DropoutRule dropout;
   TensorView query, key, value;
   TensorView output;         // column_stride 1
-  void* lse = nullptr;       // (B, Hq, Lq) contiguous, float (double for float64)
+  void* lse = nullptr;       // (B, Hq, Lq) contiguous, float (double for float64); null: not wanted
   TensorView weights;        // (B, Hq, Lq, Lk) in the query's dtype, column_stride 1; data null: not wanted
   void* key_mass = nullptr;  // (B, Hq, Lk) contiguous, float (double for float64); null: not wanted
 };

@@ -22,14 +22,23 @@ constexpr int64_t kRunKeys = 64;  // keys are left out by the mask in units of t
 constexpr int64_t kMaxRuns = kMaxBlockKeys / kRunKeys / 2 + 1;
 constexpr int64_t kStreamKeys = 32;  // keys whose values are read at a time when decoding
 
+// Rows that are read once: their elements, and where the rows lie that will be wanted next (null: nowhere).
+template <typename Element>
+struct RowStream {
+  const Element* data;
+  int64_t stride;
+  const Element* next;
+  int64_t next_stride;
+};
+
 template <typename S>
 struct QueryScratch {
   using T = typename S::Accum;
-  typename S::Operand* query;     // (rows, query_stride)
-  T* scores;                      // (group rows, score_stride)
-  T* output;                      // (rows, padded Dv), not yet divided by the row sum
-  typename S::Operand* key_rows;  // (lanes, query_stride), and
-  T* value_rows;  // (value panels, kStreamKeys, panel width): converted rows, for decoding only
+  typename S::Operand* query;       // (rows, query_stride)
+  T* scores;                        // (group rows, score_stride)
+  T* output;                        // (rows, padded Dv), not yet divided by the row sum
+  typename S::Element* key_rows;    // (lanes, D), and
+  typename S::Element* value_rows;  // (kStreamKeys, Dv): copied rows, for decoding only
   T *row_max, *row_sum, *carry, *ones, *factor, *lse;
   int64_t *row_head, *row_index;
   KeyRange* row_keys;   // visible keys, the mask apart
@@ -53,9 +62,8 @@ inline QueryScratch<S> take_query_scratch(Arena& arena, const AttentionShape& sh
   s.scores = take<T>(arena, kGroupRows * s.score_stride);
   s.output = take<T>(arena, rows * s.output_stride);
   if (plan.path == ForwardPath::kDecode) {
-    const int64_t width = value_panel_width<S>(shape.value_dim);
-    s.key_rows = take<typename S::Operand>(arena, S::kLane * s.query_stride);
-    s.value_rows = take<T>(arena, kStreamKeys * round_up(shape.value_dim, width));
+    s.key_rows = take<typename S::Element>(arena, S::kLane * shape.head_dim);
+    s.value_rows = take<typename S::Element>(arena, kStreamKeys * shape.value_dim);
   }
   s.row_max = take<T>(arena, rows);
   s.row_sum = take<T>(arena, rows);
@@ -97,6 +105,12 @@ class QueryBlock {
   // Whether attend() writes weights and key mass, as it can where one block holds all keys; else emit_all()
   // has to.
   void set_emit_in_place(bool emit) { emit_in_place_ = emit; }
+
+  // Where attend() leaves the weights, not yet divided by the row sums: (B, Hq, Lq, key_stride).
+  void set_kept_weights(T* weights, int64_t key_stride) {
+    kept_weights_ = weights;
+    kept_stride_ = key_stride;
+  }
 
   // Rows [first, first + rows) of the query rows of heads first_head, first_head + 1, ..., one after the
   // other.
@@ -163,18 +177,16 @@ class QueryBlock {
   void careful_row(int64_t group, int64_t r, int64_t column, KeyRange span, bool first, bool fresh);
 
   // query_block_decode.h
-  struct StreamedValues {
-    const T* data;
-    int64_t row_stride, panel_stride;
-  };
-  static Matrix<Element> rows_from(Matrix<Element> m, int64_t row) {
-    return {m.data + row * m.row_stride, m.row_stride, m.column_stride, m.rows - row, m.columns};
-  }
+  template <typename Body>
+  void each_stream_tile(int64_t group, Body body) const;
+  static int64_t rows_ahead(int64_t dim);
   void stream_scores(int64_t group);
   void stream_values(int64_t group);
-  void stream_product(int64_t group, int64_t row, int64_t rows, KeyRange keys, const StreamedValues& values,
-                      bool first);
-  void hide_values(const Matrix<Element>& value, int64_t group, int64_t r, KeyRange keys);
+  template <int Rows>
+  void stream_rows(int64_t group, int64_t row, int64_t key, int64_t depth, const RowStream<Element>& rows,
+                   bool fresh);
+  void keep_weights(int64_t group) const;
+  void gather_values(const Matrix<Element>& value, KeyRange keys, const uint8_t* visible);
 
   // query_block_finish.h
   void finish_rows(int64_t group);
@@ -190,6 +202,8 @@ class QueryBlock {
   const int64_t batch_;
   const ScoreUnits<T> units_;
   T* key_mass_ = nullptr;
+  T* kept_weights_ = nullptr;
+  int64_t kept_stride_ = 0;
   bool emit_in_place_ = false;  // weights go out while their scores are in cache
   bool mask_by_key_ = false;    // the mask has to be looked at key by key
   bool mask_in_tile_ = false;   // and its rows are dense, so that whole tiles do

@@ -63,7 +63,7 @@ template <typename S>
 void QueryBlock<S>::finish() {
   for (int64_t group = 0; group < rows_; group += kGroupRows) finish_rows(group);
   T* lse = static_cast<T*>(params_.lse);
-  for (int64_t r = 0; r < rows_; ++r) {
+  for (int64_t r = 0; lse != nullptr && r < rows_; ++r) {
     const AttentionShape& shape = params_.shape;
     lse[(batch_ * shape.query_heads + s_.row_head[r]) * shape.query_len + s_.row_index[r]] = s_.lse[r];
   }

@@ -62,7 +62,8 @@ void QueryBlock<S>::limit_rows() {
     }
     s_.row_keys[r] = intersect(s_.row_keys[r], padding);
   }
-  mask_in_tile_ = mask_by_key_ && rule.mask.column_stride == 1 && !units_.scale_first;
+  mask_in_tile_ = mask_by_key_ && rule.mask.column_stride == 1 && !units_.scale_first &&
+                  plan_.path != ForwardPath::kDecode;
 }
 
 // False: no row sees any of these keys.
@@ -85,6 +86,9 @@ bool QueryBlock<S>::set_key_block(int64_t first_key, int64_t count) {
   }
   run_count_ = 0;
   if (is_empty(hull)) return false;
+  if (plan_.path == ForwardPath::kDecode) {  // all rows go through all that is read
+    for (int64_t tile = 0; tile < rows_; tile += kTileRows) s_.tile_span[tile / kTileRows] = hull;
+  }
   runs_[0] = aligned(hull);
   run_count_ = 1;
   if (mask_by_key_) select_runs();

@@ -20,7 +20,7 @@ void QueryBlock<S>::attend(KeyRange keys) {
   memset(s_.tile_started, 0, static_cast<size_t>(rows_));
   for (int64_t key = keys.begin; key < keys.end; key += plan_.block_keys) {
     const bool live = set_key_block(key, smaller(plan_.block_keys, keys.end - key));
-    if (!live && !emit_in_place_) continue;
+    if (!live && !emit_in_place_ && kept_weights_ == nullptr) continue;
     for (int64_t group = 0; group < rows_; group += kGroupRows) attend_group(group);
   }
   for (int64_t tile = 0; tile < rows_; tile += kTileRows) {
@@ -33,20 +33,20 @@ void QueryBlock<S>::attend(KeyRange keys) {
 
 template <typename S>
 void QueryBlock<S>::attend_group(int64_t group) {
-  const bool decodes = plan_.path == ForwardPath::kDecode;  // its values are not in pairs
-  const bool narrows = S::kNarrow && !decodes;
+  const bool decodes = plan_.path == ForwardPath::kDecode;
   const bool drops = params_.dropout.enabled;
+  const bool wide = emit_in_place_ || kept_weights_ != nullptr;  // somebody wants the weights before they narrow
   decodes ? stream_scores(group) : scores(group);
   mask(group);
   if (visible_ != nullptr) note_visible(group);
-  // Weights stay as they are until the last one who wants them so has seen them.
-  softmax(group, narrows && !drops && !emit_in_place_);
-  if (drops) dropout(group, narrows && !emit_in_place_);
+  softmax(group, S::kNarrow && !drops && !wide);
+  if (drops) dropout(group, S::kNarrow && !wide);
   if (emit_in_place_) {
     finish_rows(group);
     emit(group);
   }
-  if (narrows && emit_in_place_) narrow(group);
+  if (kept_weights_ != nullptr) keep_weights(group);
+  if (S::kNarrow && wide) narrow(group);
   if (decodes) {
     stream_values(group);
   } else if (visible_ != nullptr) {

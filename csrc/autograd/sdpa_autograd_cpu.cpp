@@ -1,0 +1,45 @@
+// `sdpa` on plain CPU tensors that no derivative is asked of: straight to the kernels. Short calls take less
+// time than a second way through the dispatcher; every other call is the composite, as without this file.
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/library.h>
+
+#include "../composite/sdpa_composite.h"
+#include "../cpu/forward.h"
+
+namespace attn_ext {
+
+namespace {
+
+bool has_tangent(const at::Tensor& tensor) {
+  return tensor.defined() && tensor._fw_grad(/*level=*/0).defined();
+}
+
+/// Whether the CPU's own kernel comes next: no subclass, no mode, no transform, no other device.
+bool is_plain(c10::DispatchKeySet keys) {
+  return (keys & c10::after_ADInplaceOrView_keyset).highestPriorityTypeId() == c10::DispatchKey::CPU;
+}
+
+bool wants_derivatives(const SdpaArgs& args) {
+  return torch::autograd::compute_requires_grad(args.query, args.key, args.value, args.attn_mask,
+                                                args.sinks) ||
+         has_tangent(args.query) || has_tangent(args.key) || has_tangent(args.value) ||
+         has_tangent(args.attn_mask) || has_tangent(args.sinks);
+}
+
+at::Tensor sdpa_cpu(c10::DispatchKeySet keys, const SdpaArgs& args) {
+  if (args.dropout_p != 0.0 || !is_plain(keys) || wants_derivatives(args)) {
+    return sdpa_composite(args);
+  }
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return cpu::output_cpu(args);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(attn_ext, AutogradCPU, m) {
+  m.impl("sdpa", TORCH_FN((public_kernel_with_keys<&sdpa_cpu>)));
+}
+
+}  // namespace attn_ext
