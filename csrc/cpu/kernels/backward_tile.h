@@ -137,8 +137,7 @@ class BackwardTile {
 
   // backward_cell.h
   void run_cell(int64_t cell, int64_t panel);
-  void multiply_cell(int64_t cell, int64_t panel, const Operand* left, int64_t left_stride,
-                     const Operand* right, int64_t dim, T* out);
+  void multiply_cell(int64_t cell, int64_t panel, const OperandRows<Operand>& left, const Operand* right, int64_t dim, T* out);
   void finish_scores(int64_t cell, int64_t panel);
   void finish_weights(int64_t cell, int64_t panel);
   template <bool Select>
@@ -155,7 +154,7 @@ class BackwardTile {
   void sum_rows(int64_t cell, int64_t panel);
 
   // backward_products.h
-  void add_key_side(const Operand* left, const Operand* right, int64_t dim, T* out);
+  void add_key_side(const Operand* left, const OperandRows<Operand>& right, int64_t dim, T* out);
   void add_grad_query();
   void add_bad_keys();
   T grad_at(int64_t key, int64_t query) const;
@@ -221,10 +220,10 @@ void BackwardTile<S>::add_queries(int64_t head, int64_t first, int64_t count, co
     }
   }
   if (params_.grad_value.data != nullptr && params_.grad_output.data != nullptr) {
-    add_key_side(s_.weights_left, queries_.grad_rows, params_.shape.value_dim, grad_value_);
+    add_key_side(s_.weights_left, *queries_.grad_rows, params_.shape.value_dim, grad_value_);
   }
   if (params_.grad_key.data != nullptr) {
-    add_key_side(s_.grads_left, queries_.query_rows, params_.shape.head_dim, grad_key_);
+    add_key_side(s_.grads_left, *queries_.query_rows, params_.shape.head_dim, grad_key_);
   }
   if (params_.grad_query.data != nullptr) {
     add_grad_query();
