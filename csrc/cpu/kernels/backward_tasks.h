@@ -5,14 +5,8 @@
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
-#ifndef ATTN_EXT_BACKWARD_KEYS
-#define ATTN_EXT_BACKWARD_KEYS 192
-#endif
-#ifndef ATTN_EXT_BACKWARD_QUERIES
-#define ATTN_EXT_BACKWARD_QUERIES 256
-#endif
-constexpr int64_t kBackwardKeys = ATTN_EXT_BACKWARD_KEYS;  // of a tile, at most
-constexpr int64_t kBackwardQueries = ATTN_EXT_BACKWARD_QUERIES;
+constexpr int64_t kBackwardKeys = 192;  // of a block, at most
+constexpr int64_t kBackwardQueries = 256;
 constexpr int64_t kManyTasks = 128;              // enough for the threads of any machine
 constexpr int64_t kSegmentLength = 256;          // at least so many keys and queries
 constexpr int64_t kFewTasks = 16;                // enough for most

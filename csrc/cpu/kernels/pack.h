@@ -85,7 +85,7 @@ ATTN_EXT_INLINE Vec<T> pick_lanes(Vec<T> a, Vec<T> b) {
 #if defined(__clang__)
   return __builtin_shufflevector(a, b, Lane...);
 #else
-  return __builtin_shuffle(a, b, Vec<Bits<T>>{Lane...});
+  return __builtin_shuffle(a, b, Vec<Bits<T> >{Lane...});
 #endif
 }
 
@@ -105,11 +105,12 @@ ATTN_EXT_INLINE void swap_blocks(Vec<T> (&v)[kLanes<T>], std::integer_sequence<i
 // In-register transpose of a square of lanes by butterflies.
 template <typename T>
 ATTN_EXT_INLINE void transpose_square(Vec<T> (&v)[kLanes<T>]) {
-  constexpr std::make_integer_sequence<int, kLanes<T>> kAll{};
+  constexpr int kSide = kLanes<T>;
+  constexpr std::make_integer_sequence<int, kSide> kAll{};
   swap_blocks<T, 1>(v, kAll);
-  if constexpr (kLanes<T> > 2) swap_blocks<T, 2>(v, kAll);
-  if constexpr (kLanes<T> > 4) swap_blocks<T, 4>(v, kAll);
-  if constexpr (kLanes<T> > 8) swap_blocks<T, 8>(v, kAll);
+  if constexpr (kSide > 2) swap_blocks<T, 2>(v, kAll);
+  if constexpr (kSide > 4) swap_blocks<T, 4>(v, kAll);
+  if constexpr (kSide > 8) swap_blocks<T, 8>(v, kAll);
 }
 
 // One panel: `width` source rows from `first` on become the columns of out (depth, width).
