@@ -16,10 +16,12 @@ void run_backward(const BackwardKernels& kernels, const BackwardParams& params) 
   const int threads = useful_threads(params.shape);
   BackwardPlan plan;
   kernels.plan(params, threads, plan);
-  const Scratch shared(plan.shared_bytes), private_memory(plan.thread_bytes * threads);
+  const int64_t shared_bytes = (plan.shared_bytes + 63) / 64 * 64;
+  const Scratch memory(shared_bytes + plan.thread_bytes * threads);
   for (int64_t round = 0; round < plan.rounds; ++round) {
     run_tasks(kernels.tasks(plan, round), threads, [&](int64_t task, int64_t slot) {
-      kernels.run(params, plan, round, task, shared.data(), private_memory.data() + slot * plan.thread_bytes);
+      kernels.run(params, plan, round, task, memory.data(),
+                  memory.data() + shared_bytes + slot * plan.thread_bytes);
     });
   }
 }

@@ -13,13 +13,16 @@
 namespace attn_ext::cpu {
 
 // Batches and key heads are the units of work. Units whose gradients meet in the same mask gradient make a
-// chain, which one task takes in order. Where there are few chains, keys and queries are cut into `segments`
-// segments, and in phase t key segment i meets query segment (i + t) mod segments: no two tasks of a phase
-// add to the same gradient, and every sum has one order. All of it follows from the shapes alone.
+// chain. Where there are few chains, keys and queries are cut into `segments` segments, and for each query
+// head of a group key segment i meets query segment (i + t) mod segments in phase t. That order of the sums
+// follows from the shapes alone. Who works is up to the threads: a task takes a whole chain with packs of its
+// own, or, where the chains would leave threads idle, one key segment in one phase (`split`): no two tasks of
+// a phase add to the same gradient.
 struct BackwardPlan {
   int64_t block_keys, block_queries;  // of a tile
   int64_t key_blocks, query_blocks;   // of a head
-  int64_t segments;                   // of keys and of queries; 1: a task packs for itself
+  int64_t segments;                   // of keys and of queries
+  bool split;                         // segments of a phase are tasks of their own; packs are shared
   int64_t chains, units_per_chain;
   int64_t mask_copies;  // of the mask gradient, the caller's own the first
   bool heads_share_mask;

@@ -8,12 +8,11 @@ void BackwardTile<S>::run_cell(int64_t cell, int64_t panel) {
   const AttentionShape& shape = params_.shape;
   const bool rows_only = pass_ == TilePass::kRowMax || pass_ == TilePass::kRowSum;
   const bool with_grads = pass_ == TilePass::kDelta || (pass_ == TilePass::kGradients && wants_grads_);
-  if (mask_by_key_) prefetch_masks(cell, panel);
-  multiply_cell(cell, panel, keys_.key_rows, row_stride_of<S>(shape.head_dim), queries_.query_columns,
-                shape.head_dim, s_.scores);
+  multiply_cell(cell, panel, *keys_.key_rows, queries_.query_columns, shape.head_dim, s_.scores,
+                mask_ahead(cell, panel));
   if (with_grads && params_.grad_output.data != nullptr) {
-    multiply_cell(cell, panel, keys_.value_rows, row_stride_of<S>(shape.value_dim), queries_.grad_columns,
-                  shape.value_dim, s_.grads);
+    multiply_cell(cell, panel, *keys_.value_rows, queries_.grad_columns, shape.value_dim, s_.grads,
+                  grad_mask_ahead(cell, panel));
   }
   if (mask_by_key_) load_bias_cell(cell, panel);
   if (with_grads && params_.grad_weights.data != nullptr) load_weight_grads_cell(cell, panel);
@@ -34,15 +33,16 @@ void BackwardTile<S>::run_cell(int64_t cell, int64_t panel) {
 
 // out (keys, queries) = left (keys, dim) . right (dim, queries), where the tiles' keys are seen at all.
 template <typename S>
-void BackwardTile<S>::multiply_cell(int64_t cell, int64_t panel, const Operand* left, int64_t left_stride,
-                                    const Operand* right, int64_t dim, T* out) {
+void BackwardTile<S>::multiply_cell(int64_t cell, int64_t panel, const OperandRows<Operand>& left,
+                                    const Operand* right, int64_t dim, T* out, RowsAhead ahead) {
   for (int64_t tile = cell; tile < cell + cell_rows(cell); tile += kTileRows) {
     const KeyRange span = panel_span(tile, panel);
     if (is_empty(span)) continue;
+    prefetch_some(ahead, pieces(S::kPanel, cell_size_ / kTileRows));
     TileArgs<Product> args{};
     args.depth = depth_of<Product>(dim);
-    args.left = left + tile * left_stride;
-    args.left_stride = left_stride;
+    args.left = left.data + tile * left.row_stride;
+    args.left_stride = left.row_stride;
     args.right = right + panel * args.depth + span.begin;
     args.right_stride = panel_width(panel);
     args.out = out + cell_offset(cell, panel, tile) + span.begin;

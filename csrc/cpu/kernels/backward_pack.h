@@ -1,5 +1,5 @@
 // What the backward reads of a block of queries and of a block of keys, packed for the five products of a
-// tile:
+// tile, or where it lies if that will do:
 //   S^T  = K Q^T      left key_rows,   right query_columns
 //   dP^T = V dO^T     left value_rows, right grad_columns
 //   dV  += P^T dO     left the tile,   right grad_rows
@@ -17,14 +17,23 @@ ATTN_EXT_INLINE int64_t pieces(int64_t count, int64_t size) {
   return (count + size - 1) / size;
 }
 
+// Rows of operands somewhere in memory, perhaps in panels of columns.
+template <typename Operand>
+struct OperandRows {
+  const Operand* data;
+  int64_t row_stride;
+  int64_t panel_stride;
+};
+
 // rows: of queries, in panels of kPanel as columns, in panels of the dim's own width as rows.
 template <typename S>
 struct QueryPack {
   using T = typename S::Accum;
-  typename S::Operand* query_columns;  // (query panels, depth of D, panel width)
-  typename S::Operand* grad_columns;   // (query panels, depth of Dv, panel width)
-  typename S::Operand* query_rows;     // (D panels, depth of queries, width)
-  typename S::Operand* grad_rows;      // (Dv panels, depth of queries, width)
+  using Operand = typename S::Operand;
+  Operand* query_columns;            // (query panels, depth of D, panel width)
+  Operand* grad_columns;             // (query panels, depth of Dv, panel width)
+  OperandRows<Operand>* query_rows;  // (D panels, depth of queries, width)
+  OperandRows<Operand>* grad_rows;   // (Dv panels, depth of queries, width)
   T* lse;                // in units of log2; +inf where a row sees no key, so that its weights come out as 0
   T* delta;              // rowsum(P dP) - dLse
   T* row_scale;          // 1, but for far rows
@@ -32,17 +41,19 @@ struct QueryPack {
   T* grad_query;         // (query panels, D, panel width), to be scaled
   int64_t* has_dead_rows;
   int64_t* has_far_rows;
+  Operand *query_row_buffer, *grad_row_buffer;
 };
 
 template <typename S>
 struct KeyPack {
-  typename S::Operand* key_rows;    // (keys, key_stride)
-  typename S::Operand* value_rows;  // (keys, value_stride)
-  typename S::Operand*
-      key_depth;  // (depth of keys, padded D); 0 in place of NaN and Inf, centred where keys_centre
-  typename S::Accum* centre;  // (padded D)
+  using Operand = typename S::Operand;
+  OperandRows<Operand>* key_rows;    // (keys, depth of D)
+  OperandRows<Operand>* value_rows;  // (keys, depth of Dv)
+  OperandRows<Operand>* key_depth;   // (depth of keys, D); 0 for NaN and Inf, centred where keys_centre
+  typename S::Accum* centre;         // (padded D)
   int64_t* has_bad_keys;
   int64_t* has_bad_values;
+  Operand *key_row_buffer, *value_row_buffer, *key_depth_buffer;
 };
 
 template <typename S>
@@ -64,8 +75,8 @@ QueryPack<S> take_query_pack(Arena& arena, const AttentionShape& shape, int64_t 
   QueryPack<S> pack;
   pack.query_columns = take<Operand>(arena, queries * depth_of<typename S::Product>(shape.head_dim));
   pack.grad_columns = take<Operand>(arena, queries * depth_of<typename S::Product>(shape.value_dim));
-  pack.query_rows = take<Operand>(arena, row_panels_size<S>(queries, shape.head_dim));
-  pack.grad_rows = take<Operand>(arena, row_panels_size<S>(queries, shape.value_dim));
+  pack.query_rows = take<OperandRows<Operand>>(arena, 2);
+  pack.grad_rows = pack.query_rows + 1;
   pack.lse = take<T>(arena, queries);
   pack.delta = take<T>(arena, queries);
   pack.row_scale = take<T>(arena, queries);
@@ -74,6 +85,8 @@ QueryPack<S> take_query_pack(Arena& arena, const AttentionShape& shape, int64_t 
   pack.has_far_rows = take<int64_t>(arena, 1);
   pack.grad_query = take<T>(arena, queries * shape.head_dim);
   pack.has_dead_rows = take<int64_t>(arena, 1);
+  pack.query_row_buffer = take<Operand>(arena, row_panels_size<S>(queries, shape.head_dim));
+  pack.grad_row_buffer = take<Operand>(arena, row_panels_size<S>(queries, shape.value_dim));
   return pack;
 }
 
@@ -81,9 +94,12 @@ template <typename S>
 KeyPack<S> take_key_pack(Arena& arena, const AttentionShape& shape, int64_t keys) {
   using Operand = typename S::Operand;
   KeyPack<S> pack;
-  pack.key_rows = take<Operand>(arena, keys * row_stride_of<S>(shape.head_dim));
-  pack.value_rows = take<Operand>(arena, keys * row_stride_of<S>(shape.value_dim));
-  pack.key_depth =
+  pack.key_rows = take<OperandRows<Operand>>(arena, 3);
+  pack.value_rows = pack.key_rows + 1;
+  pack.key_depth = pack.key_rows + 2;
+  pack.key_row_buffer = take<Operand>(arena, keys * row_stride_of<S>(shape.head_dim));
+  pack.value_row_buffer = take<Operand>(arena, keys * row_stride_of<S>(shape.value_dim));
+  pack.key_depth_buffer =
       take<Operand>(arena, depth_of<typename S::Product>(keys) * padded_value_dim<S>(shape.head_dim));
   pack.centre = take<typename S::Accum>(arena, padded_value_dim<S>(shape.head_dim));
   pack.has_bad_keys = take<int64_t>(arena, 1);
@@ -99,19 +115,48 @@ ATTN_EXT_INLINE Matrix<Element> rows_of(const TensorView& view, int64_t batch, i
           columns};
 }
 
-// One matrix of a query block in both of its forms.
+template <typename Element>
+ATTN_EXT_INLINE bool is_dense(const Matrix<Element>& m) {
+  return m.column_stride == 1 && m.row_stride == m.columns;
+}
+
 template <typename S>
-void pack_query_side(const Matrix<typename S::Element>& m, typename S::Operand* columns,
-                     typename S::Operand* rows, int64_t block_queries) {
-  using Product = typename S::Product;
-  const int64_t depth = depth_of<Product>(m.columns);
+void pack_query_columns(const Matrix<typename S::Element>& m, typename S::Operand* columns) {
+  const int64_t depth = depth_of<typename S::Product>(m.columns);
   for (int64_t first = 0; first < m.rows; first += S::kPanel) {
     const int64_t width = smaller(S::kPanel, round_up(m.rows, S::kLane) - first);
-    pack_column_panel<Product>(m, first, width, columns + first * depth);
+    pack_column_panel<typename S::Product>(m, first, width, columns + first * depth);
   }
+}
+
+// The rows as they lie, if they are operands in whole vectors and `in_place` allows it.
+template <typename S>
+OperandRows<typename S::Operand> query_operand_rows(const Matrix<typename S::Element>& m, bool in_place,
+                                                    typename S::Operand* buffer, int64_t block_queries) {
+  using Product = typename S::Product;
   const int64_t width = value_panel_width<S>(m.columns);
-  pack_row_panels<Product>(m, 0, depth_of<Product>(m.rows), width, rows,
-                           depth_of<Product>(block_queries) * width);
+  if constexpr (std::is_same_v<typename S::Element, typename S::Operand>) {
+    if (in_place && is_dense(m) && m.columns % S::kLane == 0) return {m.data, m.row_stride, width};
+  }
+  const int64_t panel_stride = depth_of<Product>(block_queries) * width;
+  pack_row_panels<Product>(m, 0, depth_of<Product>(m.rows), width, buffer, panel_stride);
+  return {buffer, width, panel_stride};
+}
+
+// The rows of keys or values as left operand: as they lie if they are operands.
+template <typename S>
+OperandRows<typename S::Operand> key_operand_rows(const Matrix<typename S::Element>& m,
+                                                  typename S::Operand* buffer) {
+  using Operand = typename S::Operand;
+  if constexpr (sizeof(typename S::Element) * S::kDepth == sizeof(Operand)) {
+    const bool aligned = reinterpret_cast<uintptr_t>(m.data) % alignof(Operand) == 0;
+    if (is_dense(m) && m.columns % S::kDepth == 0 && aligned) {
+      return {reinterpret_cast<const Operand*>(m.data), m.columns / S::kDepth, 0};
+    }
+  }
+  const int64_t stride = row_stride_of<S>(m.columns);
+  pack_rows<typename S::Product>(m, 0, m.rows, buffer, stride);
+  return {buffer, stride, 0};
 }
 
 template <typename Element>
@@ -198,18 +243,19 @@ template <typename Element>
 bool all_finite(const Matrix<Element>& m) {
   using T = Compute<Element>;
   constexpr int64_t kWidth = kLanes<T>;
-  Vec<T> residue = {};  // x - x is 0, NaN for what is not finite
+  Vec<Bits<T>> residue = {};  // x - x is 0, NaN for what is not finite
   bool finite = true;
   for (int64_t r = 0; r < m.rows; ++r) {
     const Element* row = m.data + r * m.row_stride;
     int64_t c = 0;
     for (; m.column_stride == 1 && c + kWidth <= m.columns; c += kWidth) {
       const Vec<T> x = load_compute(row + c);
-      residue += x - x;
+      residue |= (Vec<Bits<T>>)(x - x);
     }
     for (; c < m.columns; ++c) finite &= is_finite_at(m, r, c);
   }
-  return finite && lane_sum<T>(residue) == 0;
+  for (int i = 0; i < kLanes<T>; ++i) finite &= residue[i] == 0;
+  return finite;
 }
 
 // Puts 0 for element (r, c) of a query block's row panels.
@@ -225,43 +271,41 @@ void clear_in_rows(typename S::Operand* rows, int64_t dim, int64_t block_queries
   }
 }
 
-// dS is 0 where a query does not see a key, and 0 NaN would be NaN: a query's NaN and Inf stay out of dK,
-// where those that keys see show through dS itself, and whatever a dead row holds stays out of dV.
+// Puts 0 for what is not finite in row panels of m, or in those of its rows alone that see no key.
 template <typename S>
-void clear_nonfinite_rows(const BackwardParams& params, const QueryPack<S>& pack, int64_t batch, int64_t head,
-                          int64_t first, int64_t count, int64_t block_queries) {
-  using Element = typename S::Element;
-  const AttentionShape& shape = params.shape;
-  const auto clear = [&](const Matrix<Element>& m, typename S::Operand* rows, bool dead_only) {
-    if (all_finite(m)) return;
-    for (int64_t r = 0; r < count; ++r) {
-      if (dead_only && pack.lse[r] != kInfinity<typename S::Accum>) continue;
-      for (int64_t c = 0; c < m.columns; ++c) {
-        if (!is_finite_at(m, r, c)) clear_in_rows<S>(rows, m.columns, block_queries, r, c);
-      }
+void clear_nonfinite_rows(const QueryPack<S>& pack, const Matrix<typename S::Element>& m,
+                          typename S::Operand* rows, bool dead_only, int64_t block_queries) {
+  for (int64_t r = 0; r < m.rows; ++r) {
+    if (dead_only && pack.lse[r] != kInfinity<typename S::Accum>) continue;
+    for (int64_t c = 0; c < m.columns; ++c) {
+      if (!is_finite_at(m, r, c)) clear_in_rows<S>(rows, m.columns, block_queries, r, c);
     }
-  };
-  clear(rows_of<Element>(params.query, batch, head, first, count, shape.head_dim), pack.query_rows, false);
-  if (params.grad_output.data != nullptr && *pack.has_dead_rows != 0) {
-    clear(rows_of<Element>(params.grad_output, batch, head, first, count, shape.value_dim), pack.grad_rows,
-          true);
   }
 }
 
+// dS is 0 where a query does not see a key, and 0 NaN would be NaN: a query's NaN and Inf stay out of dK,
+// where those that keys see show through dS itself, and whatever a dead row holds stays out of dV.
 template <typename S>
 void pack_query_block(const BackwardParams& params, const QueryPack<S>& pack, int64_t batch, int64_t head,
                       int64_t first, int64_t count, int64_t block_queries, bool exact_delta) {
   using Element = typename S::Element;
   const AttentionShape& shape = params.shape;
   const int64_t queries = round_up(count, S::kLane);
-  pack_query_side<S>(rows_of<Element>(params.query, batch, head, first, count, shape.head_dim),
-                     pack.query_columns, pack.query_rows, block_queries);
-  if (params.grad_output.data != nullptr) {
-    pack_query_side<S>(rows_of<Element>(params.grad_output, batch, head, first, count, shape.value_dim),
-                       pack.grad_columns, pack.grad_rows, block_queries);
-  }
   set_row_terms<S>(params, pack, batch, head, first, count, queries, exact_delta);
-  clear_nonfinite_rows<S>(params, pack, batch, head, first, count, block_queries);
+  const auto pack_side = [&](const Matrix<Element>& m, typename S::Operand* columns,
+                             OperandRows<typename S::Operand>* rows, typename S::Operand* buffer,
+                             bool dead_only) {
+    pack_query_columns<S>(m, columns);
+    const bool clean = (dead_only && *pack.has_dead_rows == 0) || all_finite(m);
+    *rows = query_operand_rows<S>(m, clean, buffer, block_queries);
+    if (!clean) clear_nonfinite_rows<S>(pack, m, buffer, dead_only, block_queries);
+  };
+  pack_side(rows_of<Element>(params.query, batch, head, first, count, shape.head_dim), pack.query_columns,
+            pack.query_rows, pack.query_row_buffer, false);
+  if (params.grad_output.data != nullptr) {
+    pack_side(rows_of<Element>(params.grad_output, batch, head, first, count, shape.value_dim),
+              pack.grad_columns, pack.grad_rows, pack.grad_row_buffer, true);
+  }
   if (params.grad_query.data != nullptr) {
     memset(pack.grad_query, 0, static_cast<size_t>(queries * shape.head_dim) * sizeof(typename S::Accum));
   }
@@ -303,40 +347,47 @@ void set_centre(const BackwardParams& params, const KeyPack<S>& pack, int64_t ba
   }
 }
 
+// The keys as left operand of dQ: key_rows where these will do.
 template <typename S>
-void pack_key_block(const BackwardParams& params, const KeyPack<S>& pack, int64_t batch, int64_t key_head,
-                    int64_t first, int64_t count) {
-  using Element = typename S::Element;
+OperandRows<typename S::Operand> key_depth_rows(const KeyPack<S>& pack,
+                                                const Matrix<typename S::Element>& key, bool centred) {
   using Product = typename S::Product;
-  const AttentionShape& shape = params.shape;
-  const Matrix<Element> key = rows_of<Element>(params.key, batch, key_head, first, count, shape.head_dim);
-  const Matrix<Element> value =
-      rows_of<Element>(params.value, batch, key_head, first, count, shape.value_dim);
-  pack_rows<Product>(key, 0, count, pack.key_rows, row_stride_of<S>(shape.head_dim));
-  pack_rows<Product>(value, 0, count, pack.value_rows, row_stride_of<S>(shape.value_dim));
-  const int64_t width = padded_value_dim<S>(shape.head_dim);
-  if (params.grad_query.data != nullptr) {
-    pack_row_panels<Product>(key, 0, depth_of<Product>(count), width, pack.key_depth, 0);
-    if constexpr (!S::kNarrow) {
-      if (keys_centre<S>(params)) {
-        set_centre<S>(params, pack, batch, key_head);
-        for (int64_t i = 0; i < count * width; i += S::kLane) {
-          store(pack.key_depth + i, load(pack.key_depth + i) - load(pack.centre + i % width));
-        }
-      }
+  if (!S::kNarrow && !centred && *pack.has_bad_keys == 0) return *pack.key_rows;
+  const int64_t width = padded_value_dim<S>(key.columns);
+  typename S::Operand* out = pack.key_depth_buffer;
+  pack_row_panels<Product>(key, 0, depth_of<Product>(key.rows), width, out, 0);
+  if constexpr (!S::kNarrow) {
+    for (int64_t i = 0; centred && i < key.rows * width; i += S::kLane) {
+      store(out + i, load(out + i) - load(pack.centre + i % width));
     }
   }
-  *pack.has_bad_values = !all_finite(value);
-  *pack.has_bad_keys = !all_finite(key);
-  if (*pack.has_bad_keys == 0) return;
-  for (int64_t j = 0; j < count; ++j) {
-    for (int64_t d = 0; d < shape.head_dim; ++d) {
+  for (int64_t j = 0; *pack.has_bad_keys != 0 && j < key.rows; ++j) {
+    for (int64_t d = 0; d < key.columns; ++d) {
       if (is_finite_at(key, j, d)) continue;
-      auto* operand = reinterpret_cast<char*>(pack.key_depth + j / S::kDepth * width + d);
+      auto* operand = reinterpret_cast<char*>(out + j / S::kDepth * width + d);
       constexpr size_t kBytes = sizeof(typename S::Operand) / S::kDepth;
       memset(operand + static_cast<size_t>(j % S::kDepth) * kBytes, 0, kBytes);
     }
   }
+  return {out, width, 0};
+}
+
+template <typename S>
+void pack_key_block(const BackwardParams& params, const KeyPack<S>& pack, int64_t batch, int64_t key_head,
+                    int64_t first, int64_t count) {
+  using Element = typename S::Element;
+  const AttentionShape& shape = params.shape;
+  const Matrix<Element> key = rows_of<Element>(params.key, batch, key_head, first, count, shape.head_dim);
+  const Matrix<Element> value =
+      rows_of<Element>(params.value, batch, key_head, first, count, shape.value_dim);
+  *pack.key_rows = key_operand_rows<S>(key, pack.key_row_buffer);
+  *pack.value_rows = key_operand_rows<S>(value, pack.value_row_buffer);
+  *pack.has_bad_values = !all_finite(value);
+  *pack.has_bad_keys = !all_finite(key);
+  if (params.grad_query.data == nullptr) return;
+  const bool centred = keys_centre<S>(params);
+  if (centred) set_centre<S>(params, pack, batch, key_head);
+  *pack.key_depth = key_depth_rows<S>(pack, key, centred);
 }
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

@@ -4,7 +4,7 @@
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
 template <typename S>
-void BackwardTasks<S>::plan(const BackwardParams& params, int, BackwardPlan& plan) {
+void BackwardTasks<S>::plan(const BackwardParams& params, int threads, BackwardPlan& plan) {
   plan = {};
   const AttentionShape& shape = params.shape;
   // dS sums to 0 along a row only with the very delta that its tiles give: a bias that is the same for all
@@ -14,13 +14,13 @@ void BackwardTasks<S>::plan(const BackwardParams& params, int, BackwardPlan& pla
   plan.exact_delta = params.grad_weights.data != nullptr || params.grad_key_mass.data != nullptr || sums_rows;
   choose_blocks(shape, plan);
   choose_chains(params, plan);
-  plan.rounds = plan.segments + 4;
-  const bool cut = plan.segments > 1;
-  const int64_t query_tasks = cut ? shape.batch * shape.query_heads * plan.query_blocks : 0;
-  const int64_t key_tasks = cut ? shape.batch * shape.key_heads * plan.key_blocks : 0;
+  plan.split = plan.segments > 1 && wants_split(params, plan, threads);
+  plan.rounds = 4 + (plan.split ? group_size(shape) * plan.segments : 1);
+  const int64_t query_tasks = plan.split ? shape.batch * shape.query_heads * plan.query_blocks : 0;
+  const int64_t key_tasks = plan.split ? shape.batch * shape.key_heads * plan.key_blocks : 0;
   plan.prepare_tasks = query_tasks + key_tasks + 1;
   plan.row_tasks = plan.exact_delta || has_bias(params.rule) ? query_tasks : 0;
-  plan.run_tasks = plan.chains * plan.segments;
+  plan.run_tasks = plan.chains * (plan.split ? plan.segments : 1);
   plan.finish_tasks = query_tasks;
   plan.sum_tasks = plan.mask_copies > 1 ? smaller(kManyTasks, params.grad_mask_size) : 0;
   choose_memory(params, plan);
@@ -82,6 +82,15 @@ void BackwardTasks<S>::choose_chains(const BackwardParams& params, BackwardPlan&
   plan.segments = larger(1, smaller(plan.segments, smaller(plan.key_blocks, plan.query_blocks)));
 }
 
+// Whole chains are the better tasks, their packs stay in the caches, but not if threads run out of them.
+template <typename S>
+bool BackwardTasks<S>::wants_split(const BackwardParams& params, const BackwardPlan& plan, int64_t threads) {
+  // Then a mask's gradient has another order: all units of one query head before the next.
+  if (params.grad_mask.data != nullptr && group_size(params.shape) > 1) return true;
+  const int64_t turns = pieces(plan.chains, threads);
+  return plan.chains * 10 < turns * threads * 9;
+}
+
 template <typename S>
 typename BackwardTasks<S>::Unit BackwardTasks<S>::chain_unit(const BackwardParams& params,
                                                              const BackwardPlan& plan, int64_t chain,
@@ -123,7 +132,7 @@ int64_t BackwardTasks<S>::key_sums_size(const AttentionShape& shape, const Backw
 template <typename S>
 int64_t BackwardTasks<S>::packed_bytes(const BackwardParams& params, const BackwardPlan& plan) {
   const AttentionShape& shape = params.shape;
-  if (plan.segments == 1) return 0;
+  if (!plan.split) return 0;
   const int64_t key_bytes = key_pack_bytes(shape, plan) +
                             round_up(key_sums_size(shape, plan) * static_cast<int64_t>(sizeof(T)), 64);
   return shape.batch * (shape.query_heads * plan.query_blocks * query_pack_bytes(shape, plan) +
@@ -136,7 +145,7 @@ void BackwardTasks<S>::choose_memory(const BackwardParams& params, BackwardPlan&
                       (plan.mask_copies - 1) * params.grad_mask_size * static_cast<int64_t>(sizeof(T));
   Arena arena{nullptr, 0};
   take_tile_scratch<S>(arena, params, plan.block_keys, plan.block_queries);
-  if (plan.segments == 1) thread_memory(params, plan, arena);
+  if (!plan.split) thread_memory(params, plan, arena);
   plan.thread_bytes = arena.used;
 }
 
@@ -167,17 +176,20 @@ typename BackwardTasks<S>::UnitMemory BackwardTasks<S>::thread_memory(const Back
   memory.query_bytes = query_pack_bytes(shape, plan);
   memory.key_bytes = key_pack_bytes(shape, plan);
   memory.key_sums_size = key_sums_size(shape, plan);
-  memory.one_key_block = true;
-  memory.queries = take<char>(arena, group_size(shape) * plan.query_blocks * memory.query_bytes);
-  memory.keys = take<char>(arena, memory.key_bytes);
-  memory.key_sums = take<T>(arena, memory.key_sums_size);
+  memory.one_head = true;
+  memory.one_key_block = plan.segments == 1 && group_size(shape) == 1;
+  const int64_t key_blocks = memory.one_key_block ? 1 : plan.key_blocks;
+  memory.queries = take<char>(arena, plan.query_blocks * memory.query_bytes);
+  memory.keys = take<char>(arena, key_blocks * memory.key_bytes);
+  memory.key_sums = take<T>(arena, key_blocks * memory.key_sums_size);
   return memory;
 }
 
 template <typename S>
 QueryPack<S> BackwardTasks<S>::query_pack(const BackwardParams& params, const BackwardPlan& plan,
                                           const UnitMemory& memory, int64_t group_head, int64_t block) {
-  Arena arena{memory.queries + (group_head * plan.query_blocks + block) * memory.query_bytes, 0};
+  const int64_t index = (memory.one_head ? 0 : group_head * plan.query_blocks) + block;
+  Arena arena{memory.queries + index * memory.query_bytes, 0};
   return take_query_pack<S>(arena, params.shape, plan.block_queries);
 }
 

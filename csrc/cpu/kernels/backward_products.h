@@ -5,10 +5,10 @@ namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
 // out (keys, dim) += left (keys, queries) . right (queries, dim), over the runs of live cells of every tile.
 template <typename S>
-void BackwardTile<S>::add_key_side(const Operand* left, const Operand* right, int64_t dim, T* out) {
+void BackwardTile<S>::add_key_side(const Operand* left, const OperandRows<Operand>& right, int64_t dim,
+                                   T* out) {
   const int64_t width = value_panel_width<S>(dim);
   const int64_t out_stride = padded_value_dim<S>(dim);
-  const int64_t panel_stride = depth_of<Product>(plan_.block_queries) * width;
   for (int64_t column = 0; column < out_stride; column += width) {
     const int64_t vectors = smaller(width, out_stride - column) / S::kLane;
     for (int64_t tile = 0; tile < key_count_; tile += kTileRows) {
@@ -25,8 +25,8 @@ void BackwardTile<S>::add_key_side(const Operand* left, const Operand* right, in
         args.depth = depth_of<Product>(run.end) - begin;
         args.left = left + tile * s_.operand_stride + begin;
         args.left_stride = s_.operand_stride;
-        args.right = right + column / width * panel_stride + begin * width;
-        args.right_stride = width;
+        args.right = right.data + column / width * right.panel_stride + begin * right.row_stride;
+        args.right_stride = right.row_stride;
         args.out = out + tile * out_stride + column;
         args.out_stride = out_stride;
         product(args);
@@ -39,7 +39,7 @@ void BackwardTile<S>::add_key_side(const Operand* left, const Operand* right, in
 template <typename S>
 void BackwardTile<S>::add_grad_query() {
   const int64_t dim = params_.shape.head_dim;
-  const int64_t key_stride = padded_value_dim<S>(dim);
+  const OperandRows<Operand>& left = *keys_.key_depth;
   const int64_t block_depth = depth_of<Product>(plan_.block_keys);
   for (int64_t panel = 0; panel < padded_queries_; panel += S::kPanel) {
     const int64_t width = panel_width(panel);
@@ -52,13 +52,13 @@ void BackwardTile<S>::add_grad_query() {
       TileArgs<Product> args{};
       args.depth = run.end - run.begin;
       args.left_stride = 1;
-      args.left_step = key_stride;
+      args.left_step = left.row_stride;
       args.right_stride = S::kNarrow ? S::kPanel : s_.operand_stride;
       args.right = S::kNarrow ? s_.grads_right + (panel / S::kPanel * block_depth + run.begin) * S::kPanel
                               : s_.grads_left + run.begin * s_.operand_stride + panel;
       args.out_stride = width;
       for (int64_t d = 0; d < dim; d += kTileRows) {
-        args.left = keys_.key_depth + run.begin * key_stride + d;
+        args.left = left.data + run.begin * left.row_stride + d;
         args.out = queries_.grad_query + panel * dim + d * width;
         tile_function<Product, true>(smaller(kTileRows, dim - d), width / S::kLane)(args);
       }

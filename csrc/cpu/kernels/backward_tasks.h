@@ -5,14 +5,8 @@
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
-#ifndef ATTN_EXT_BACKWARD_KEYS
-#define ATTN_EXT_BACKWARD_KEYS 192
-#endif
-#ifndef ATTN_EXT_BACKWARD_QUERIES
-#define ATTN_EXT_BACKWARD_QUERIES 256
-#endif
-constexpr int64_t kBackwardKeys = ATTN_EXT_BACKWARD_KEYS;  // of a tile, at most
-constexpr int64_t kBackwardQueries = ATTN_EXT_BACKWARD_QUERIES;
+constexpr int64_t kBackwardKeys = 192;  // of a block, at most
+constexpr int64_t kBackwardQueries = 256;
 constexpr int64_t kManyTasks = 128;              // enough for the threads of any machine
 constexpr int64_t kSegmentLength = 256;          // at least so many keys and queries
 constexpr int64_t kFewTasks = 16;                // enough for most
@@ -47,16 +41,17 @@ struct BackwardTasks {
   static int64_t packed_bytes(const BackwardParams& params, const BackwardPlan& plan);
   static Unit chain_unit(const BackwardParams& params, const BackwardPlan& plan, int64_t chain,
                          int64_t index);
+  static bool wants_split(const BackwardParams& params, const BackwardPlan& plan, int64_t threads);
   static KeyRange chain_members(const BackwardParams& params, const BackwardPlan& plan, int64_t chain);
   static bool batches_share_mask(const BackwardParams& params);
 
   // Where the packs and sums of a unit lie, in shared memory or in a thread's.
   struct UnitMemory {
-    char* queries;  // (query heads of the group, query blocks)
+    char* queries;  // (query heads of the group, query blocks), or of one head
     char* keys;     // (key blocks), or one
     T* key_sums;    // (key blocks), or one: dK, then dV
     int64_t query_bytes, key_bytes, key_sums_size;
-    bool one_key_block;
+    bool one_head, one_key_block;
   };
   static UnitMemory shared_memory(const BackwardParams& params, const BackwardPlan& plan, Unit unit,
                                   void* shared);
@@ -78,16 +73,22 @@ struct BackwardTasks {
   static void prepare_rows(const BackwardParams& params, const BackwardPlan& plan, int64_t task, void* shared,
                            void* scratch);
   static void make_rows(const BackwardParams& params, const BackwardPlan& plan, BackwardTile<S>& tile,
-                        const UnitMemory& memory, Unit unit, KeyRange packs);
+                        const UnitMemory& memory, Unit unit, int64_t group_head, KeyRange query_blocks);
   static void finish_far_rows(const BackwardParams& params, const BackwardPlan& plan, int64_t batch,
                               int64_t head, const QueryPack<S>& pack);
   static T sink_of(const BackwardParams& params, int64_t batch, int64_t head);
   static void run_chain(const BackwardParams& params, const BackwardPlan& plan, int64_t chain, void* shared,
                         void* scratch);
+  static void run_unit(const BackwardParams& params, const BackwardPlan& plan, BackwardTile<S>& tile,
+                       const UnitMemory& memory, Unit unit);
   static void run_phase(const BackwardParams& params, const BackwardPlan& plan, int64_t phase, int64_t task,
                         void* shared, void* scratch);
   static void run_key_block(const BackwardParams& params, const BackwardPlan& plan, BackwardTile<S>& tile,
-                            const UnitMemory& memory, Unit unit, int64_t block, KeyRange query_blocks);
+                            const UnitMemory& memory, Unit unit, int64_t group_head, int64_t block,
+                            KeyRange query_blocks);
+  static KeyRange segment(const BackwardPlan& plan, int64_t blocks, int64_t index) {
+    return {index * blocks / plan.segments, (index + 1) * blocks / plan.segments};
+  }
   static void set_keys(const BackwardParams& params, const BackwardPlan& plan, BackwardTile<S>& tile,
                        const UnitMemory& memory, Unit unit, int64_t block);
   static void clear_key_block(const UnitMemory& memory, int64_t block);
@@ -139,18 +140,16 @@ void BackwardTasks<S>::set_keys(const BackwardParams& params, const BackwardPlan
                 sums + plan.block_keys * padded_value_dim<S>(params.shape.head_dim));
 }
 
+// A key block against some query blocks of one head of its group.
 template <typename S>
 void BackwardTasks<S>::run_key_block(const BackwardParams& params, const BackwardPlan& plan,
                                      BackwardTile<S>& tile, const UnitMemory& memory, Unit unit,
-                                     int64_t block, KeyRange query_blocks) {
-  const int64_t group = group_size(params.shape);
+                                     int64_t group_head, int64_t block, KeyRange query_blocks) {
   set_keys(params, plan, tile, memory, unit, block);
-  for (int64_t head = 0; head < group; ++head) {
-    for (int64_t i = query_blocks.begin; i < query_blocks.end; ++i) {
-      tile.add_queries(unit.key_head * group + head, i * plan.block_queries,
-                       block_count(params.shape.query_len, plan.block_queries, i),
-                       query_pack(params, plan, memory, head, i));
-    }
+  for (int64_t i = query_blocks.begin; i < query_blocks.end; ++i) {
+    tile.add_queries(unit.key_head * group_size(params.shape) + group_head, i * plan.block_queries,
+                     block_count(params.shape.query_len, plan.block_queries, i),
+                     query_pack(params, plan, memory, group_head, i));
   }
 }
 
@@ -159,11 +158,39 @@ void BackwardTasks<S>::clear_key_block(const UnitMemory& memory, int64_t block) 
   memset(key_sums(memory, block), 0, static_cast<size_t>(memory.key_sums_size) * sizeof(T));
 }
 
-// A chain from packing to the gradients, in a thread's own memory.
+// A unit from packing to the gradients, in a thread's own memory.
+template <typename S>
+void BackwardTasks<S>::run_unit(const BackwardParams& params, const BackwardPlan& plan, BackwardTile<S>& tile,
+                                const UnitMemory& memory, Unit unit) {
+  const auto begin_keys = [&](int64_t block) {
+    pack_keys(params, plan, memory, unit, block);
+    clear_key_block(memory, block);
+  };
+  for (int64_t block = 0; !memory.one_key_block && block < plan.key_blocks; ++block) begin_keys(block);
+  for (int64_t head = 0; head < group_size(params.shape); ++head) {
+    for (int64_t i = 0; i < plan.query_blocks; ++i) pack_queries(params, plan, memory, unit, head, i);
+    make_rows(params, plan, tile, memory, unit, head, {0, plan.query_blocks});
+    for (int64_t t = 0; t < plan.segments * plan.segments; ++t) {
+      const KeyRange keys = segment(plan, plan.key_blocks, t % plan.segments);
+      const KeyRange queries =
+          segment(plan, plan.query_blocks, (t % plan.segments + t / plan.segments) % plan.segments);
+      for (int64_t block = keys.begin; block < keys.end; ++block) {
+        if (memory.one_key_block) begin_keys(block);
+        run_key_block(params, plan, tile, memory, unit, head, block, queries);
+        if (memory.one_key_block) store_key_block(params, plan, memory, unit, block);
+      }
+    }
+    for (int64_t i = 0; i < plan.query_blocks; ++i) store_query_block(params, plan, memory, unit, head, i);
+    store_sink(params, plan, memory, unit, head);
+  }
+  for (int64_t block = 0; !memory.one_key_block && block < plan.key_blocks; ++block) {
+    store_key_block(params, plan, memory, unit, block);
+  }
+}
+
 template <typename S>
 void BackwardTasks<S>::run_chain(const BackwardParams& params, const BackwardPlan& plan, int64_t chain,
                                  void* shared, void* scratch) {
-  const int64_t group = group_size(params.shape);
   Arena arena{static_cast<char*>(scratch), 0};
   const TileScratch<S> tile_scratch =
       take_tile_scratch<S>(arena, params, plan.block_keys, plan.block_queries);
@@ -172,45 +199,31 @@ void BackwardTasks<S>::run_chain(const BackwardParams& params, const BackwardPla
   tile.set_grad_mask(mask_copy(params, plan, chain, shared));
   const KeyRange members = chain_members(params, plan, chain);
   for (int64_t index = members.begin; index < members.end; ++index) {
-    const Unit unit = chain_unit(params, plan, chain, index);
-    for (int64_t i = 0; i < group * plan.query_blocks; ++i) {
-      pack_queries(params, plan, memory, unit, i / plan.query_blocks, i % plan.query_blocks);
-    }
-    make_rows(params, plan, tile, memory, unit, {0, group * plan.query_blocks});
-    for (int64_t block = 0; block < plan.key_blocks; ++block) {
-      pack_keys(params, plan, memory, unit, block);
-      clear_key_block(memory, block);
-      run_key_block(params, plan, tile, memory, unit, block, {0, plan.query_blocks});
-      store_key_block(params, plan, memory, unit, block);
-    }
-    for (int64_t i = 0; i < group * plan.query_blocks; ++i) {
-      store_query_block(params, plan, memory, unit, i / plan.query_blocks, i % plan.query_blocks);
-    }
-    for (int64_t head = 0; head < group; ++head) store_sink(params, plan, memory, unit, head);
+    run_unit(params, plan, tile, memory, chain_unit(params, plan, chain, index));
   }
 }
 
-// Key segment i of a chain's units meets query segment (i + phase) mod segments.
+// Key segment i of a chain's units meets query segment (i + phase) mod segments of one head of the group.
 template <typename S>
 void BackwardTasks<S>::run_phase(const BackwardParams& params, const BackwardPlan& plan, int64_t phase,
                                  int64_t task, void* shared, void* scratch) {
-  const int64_t chain = task / plan.segments, i = task % plan.segments, j = (i + phase) % plan.segments;
+  const int64_t chain = task / plan.segments, i = task % plan.segments;
+  const int64_t last = group_size(params.shape) * plan.segments - 1;
   Arena arena{static_cast<char*>(scratch), 0};
   const TileScratch<S> tile_scratch =
       take_tile_scratch<S>(arena, params, plan.block_keys, plan.block_queries);
   BackwardTile<S> tile(params, plan, tile_scratch);
   tile.set_grad_mask(mask_copy(params, plan, chain, shared));
   const KeyRange members = chain_members(params, plan, chain);
-  const KeyRange query_blocks{j * plan.query_blocks / plan.segments,
-                              (j + 1) * plan.query_blocks / plan.segments};
+  const KeyRange keys = segment(plan, plan.key_blocks, i);
+  const KeyRange queries = segment(plan, plan.query_blocks, (i + phase) % plan.segments);
   for (int64_t index = members.begin; index < members.end; ++index) {
     const Unit unit = chain_unit(params, plan, chain, index);
     const UnitMemory memory = shared_memory(params, plan, unit, shared);
-    for (int64_t block = i * plan.key_blocks / plan.segments;
-         block < (i + 1) * plan.key_blocks / plan.segments; ++block) {
+    for (int64_t block = keys.begin; block < keys.end; ++block) {
       if (phase == 0) clear_key_block(memory, block);
-      run_key_block(params, plan, tile, memory, unit, block, query_blocks);
-      if (phase == plan.segments - 1) store_key_block(params, plan, memory, unit, block);
+      run_key_block(params, plan, tile, memory, unit, phase / plan.segments, block, queries);
+      if (phase == last) store_key_block(params, plan, memory, unit, block);
     }
   }
 }
@@ -254,38 +267,34 @@ void BackwardTasks<S>::prepare_rows(const BackwardParams& params, const Backward
       take_tile_scratch<S>(arena, params, plan.block_keys, plan.block_queries);
   const UnitMemory memory = shared_memory(params, plan, unit, shared);
   BackwardTile<S> tile(params, plan, tile_scratch);
-  const int64_t index = head % group * plan.query_blocks + query_block;
-  make_rows(params, plan, tile, memory, unit, {index, index + 1});
+  make_rows(params, plan, tile, memory, unit, head % group, {query_block, query_block + 1});
 }
 
 // What has to be known of whole rows before the gradients can begin, and neither lse nor the output tells:
 // the maxima and sums of far rows, and delta where the weights or the key mass have gradients.
 template <typename S>
 void BackwardTasks<S>::make_rows(const BackwardParams& params, const BackwardPlan& plan,
-                                 BackwardTile<S>& tile, const UnitMemory& memory, Unit unit, KeyRange packs) {
+                                 BackwardTile<S>& tile, const UnitMemory& memory, Unit unit,
+                                 int64_t group_head, KeyRange query_blocks) {
   const AttentionShape& shape = params.shape;
-  const auto pack_of = [&](int64_t i) {
-    return query_pack(params, plan, memory, i / plan.query_blocks, i % plan.query_blocks);
-  };
+  const int64_t head = unit.key_head * group_size(shape) + group_head;
+  const auto pack_of = [&](int64_t i) { return query_pack(params, plan, memory, group_head, i); };
   bool far = false;
-  for (int64_t i = packs.begin; i < packs.end; ++i) far |= *pack_of(i).has_far_rows != 0;
+  for (int64_t i = query_blocks.begin; i < query_blocks.end; ++i) far |= *pack_of(i).has_far_rows != 0;
   constexpr TilePass kPasses[] = {TilePass::kRowMax, TilePass::kRowSum, TilePass::kDelta};
   for (const TilePass pass : kPasses) {
     if (pass == TilePass::kDelta ? !plan.exact_delta : !far) continue;
     for (int64_t block = 0; block < plan.key_blocks; ++block) {
       if (memory.one_key_block) pack_keys(params, plan, memory, unit, block);
       set_keys(params, plan, tile, memory, unit, block);
-      for (int64_t i = packs.begin; i < packs.end; ++i) {
+      for (int64_t i = query_blocks.begin; i < query_blocks.end; ++i) {
         const QueryPack<S> pack = pack_of(i);
         if (pass != TilePass::kDelta && *pack.has_far_rows == 0) continue;
-        const int64_t query_block = i % plan.query_blocks;
-        tile.add_to_rows(pass, unit.key_head * group_size(shape) + i / plan.query_blocks,
-                         query_block * plan.block_queries,
-                         block_count(shape.query_len, plan.block_queries, query_block), pack);
+        tile.add_to_rows(pass, head, i * plan.block_queries,
+                         block_count(shape.query_len, plan.block_queries, i), pack);
       }
     }
-    for (int64_t i = packs.begin; pass == TilePass::kRowSum && i < packs.end; ++i) {
-      const int64_t head = unit.key_head * group_size(shape) + i / plan.query_blocks;
+    for (int64_t i = query_blocks.begin; pass == TilePass::kRowSum && i < query_blocks.end; ++i) {
       finish_far_rows(params, plan, unit.batch, head, pack_of(i));
     }
   }
@@ -317,7 +326,7 @@ void BackwardTasks<S>::run(const BackwardParams& params, const BackwardPlan& pla
     finish(params, plan, task, shared);
   } else if (round == plan.rounds - 1) {
     sum_masks(params, plan, task, shared);
-  } else if (plan.segments == 1) {
+  } else if (!plan.split) {
     run_chain(params, plan, task, shared, scratch);
   } else {
     run_phase(params, plan, round - 2, task, shared, scratch);

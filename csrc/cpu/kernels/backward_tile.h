@@ -12,10 +12,7 @@
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
-#ifndef ATTN_EXT_CELL_TILES
-#define ATTN_EXT_CELL_TILES 4
-#endif
-constexpr int64_t kCellRows = ATTN_EXT_CELL_TILES * kTileRows;
+constexpr int64_t kCellRows = 4 * kTileRows;
 // With a mask to be turned around, whole cache lines of it and whole squares of lanes.
 constexpr int64_t kMaskCellRows = 48;
 constexpr int64_t kMaxTileKeys = 512;
@@ -69,6 +66,23 @@ TileScratch<S> take_tile_scratch(Arena& arena, const BackwardParams& params, int
   s.grad_key = take<T>(arena, keys * padded_value_dim<S>(params.shape.head_dim));
   s.grad_value = take<T>(arena, keys * padded_value_dim<S>(params.shape.value_dim));
   return s;
+}
+
+// Rows of a matrix of queries x keys that are soon read or written: they lie far apart, which no hardware
+// foresees.
+struct RowsAhead {
+  const char* next = nullptr;
+  int64_t row_bytes = 0, bytes = 0;
+  int64_t rows = 0;
+};
+
+// Asks for the next of them, so few at a time that no request is turned away.
+ATTN_EXT_INLINE void prefetch_some(RowsAhead& ahead, int64_t rows) {
+  for (int64_t i = smaller(rows, ahead.rows); i > 0; --i) {
+    for (int64_t b = 0; b < ahead.bytes; b += 64) __builtin_prefetch(ahead.next + b);
+    ahead.next += ahead.row_bytes;
+    --ahead.rows;
+  }
 }
 
 // What a visit to a block of queries is for: a row's maximum, its sum, delta, or, these known, the gradients.
@@ -128,7 +142,10 @@ class BackwardTile {
   bool set_block(int64_t head, int64_t first, int64_t count, const QueryPack<S>& pack);
   bool key_is_masked(int64_t key) const;
   bool cell_is_live(int64_t cell, int64_t panel) const;
-  void prefetch_masks(int64_t cell, int64_t panel) const;
+  RowsAhead rows_ahead(const TensorView& view, const void* data, int64_t size, int64_t cell,
+                       int64_t panel) const;
+  RowsAhead mask_ahead(int64_t cell, int64_t panel) const;
+  RowsAhead grad_mask_ahead(int64_t cell, int64_t panel) const;
   void load_bias_cell(int64_t cell, int64_t panel);
   void load_weight_grads_cell(int64_t cell, int64_t panel);
   void add_mask_grads(int64_t cell, int64_t panel);
@@ -137,8 +154,8 @@ class BackwardTile {
 
   // backward_cell.h
   void run_cell(int64_t cell, int64_t panel);
-  void multiply_cell(int64_t cell, int64_t panel, const Operand* left, int64_t left_stride,
-                     const Operand* right, int64_t dim, T* out);
+  void multiply_cell(int64_t cell, int64_t panel, const OperandRows<Operand>& left, const Operand* right,
+                     int64_t dim, T* out, RowsAhead ahead);
   void finish_scores(int64_t cell, int64_t panel);
   void finish_weights(int64_t cell, int64_t panel);
   template <bool Select>
@@ -155,7 +172,7 @@ class BackwardTile {
   void sum_rows(int64_t cell, int64_t panel);
 
   // backward_products.h
-  void add_key_side(const Operand* left, const Operand* right, int64_t dim, T* out);
+  void add_key_side(const Operand* left, const OperandRows<Operand>& right, int64_t dim, T* out);
   void add_grad_query();
   void add_bad_keys();
   T grad_at(int64_t key, int64_t query) const;
@@ -221,10 +238,10 @@ void BackwardTile<S>::add_queries(int64_t head, int64_t first, int64_t count, co
     }
   }
   if (params_.grad_value.data != nullptr && params_.grad_output.data != nullptr) {
-    add_key_side(s_.weights_left, queries_.grad_rows, params_.shape.value_dim, grad_value_);
+    add_key_side(s_.weights_left, *queries_.grad_rows, params_.shape.value_dim, grad_value_);
   }
   if (params_.grad_key.data != nullptr) {
-    add_key_side(s_.grads_left, queries_.query_rows, params_.shape.head_dim, grad_key_);
+    add_key_side(s_.grads_left, *queries_.query_rows, params_.shape.head_dim, grad_key_);
   }
   if (params_.grad_query.data != nullptr) {
     add_grad_query();

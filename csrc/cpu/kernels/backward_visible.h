@@ -118,35 +118,28 @@ ATTN_EXT_INLINE Vec<T> bias_lanes(const M* mask) {
   }
 }
 
-// Asks for a cell of a matrix of queries x keys ahead of its use: its lines lie a row apart, which no
-// hardware foresees.
-ATTN_EXT_INLINE void prefetch_cell(const char* corner, int64_t row_bytes, int64_t rows, int64_t bytes) {
-  for (int64_t i = 0; i < rows; ++i) {
-    for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(corner + i * row_bytes + b);
-  }
+template <typename S>
+RowsAhead BackwardTile<S>::rows_ahead(const TensorView& view, const void* data, int64_t size, int64_t cell,
+                                      int64_t panel) const {
+  if (view.row_stride == 0 || view.column_stride != 1) return {};
+  const int64_t first = batch_offset(view, batch_) + head_ * view.head_stride +
+                        (query_first_ + panel) * view.row_stride + key_first_ + cell;
+  return {static_cast<const char*>(data) + first * size, view.row_stride * size, cell_rows(cell) * size,
+          smaller(S::kPanel, query_count_ - panel)};
 }
 
 template <typename S>
-void BackwardTile<S>::prefetch_masks(int64_t cell, int64_t panel) const {
-  const int64_t rows = smaller(S::kPanel, query_count_ - panel);
-  const TensorView& mask = params_.rule.mask;
+RowsAhead BackwardTile<S>::mask_ahead(int64_t cell, int64_t panel) const {
+  if (!mask_by_key_) return {};
   const ScalarKind kind = params_.rule.mask_kind;
   const int64_t size = kind == ScalarKind::kBool ? 1 : kind == ScalarKind::kFloat32 ? 4 : sizeof(Element);
-  if (mask.row_stride != 0 && mask.column_stride == 1) {
-    const char* corner =
-        static_cast<const char*>(mask.data) + (batch_offset(mask, batch_) + head_ * mask.head_stride +
-                                               (query_first_ + panel) * mask.row_stride + key_first_ + cell) *
-                                                  size;
-    prefetch_cell(corner, mask.row_stride * size, rows, cell_rows(cell) * size);
-  }
-  const TensorView& grad = params_.grad_mask;
-  if (grad_mask_ != nullptr && grad.row_stride != 0 && grad.column_stride == 1) {
-    constexpr int64_t kSize = sizeof(T);
-    const T* corner = grad_mask_ + batch_offset(grad, batch_) + head_ * grad.head_stride +
-                      (query_first_ + panel) * grad.row_stride + key_first_ + cell;
-    prefetch_cell(reinterpret_cast<const char*>(corner), grad.row_stride * kSize, rows,
-                  cell_rows(cell) * kSize);
-  }
+  return rows_ahead(params_.rule.mask, params_.rule.mask.data, size, cell, panel);
+}
+
+template <typename S>
+RowsAhead BackwardTile<S>::grad_mask_ahead(int64_t cell, int64_t panel) const {
+  if (grad_mask_ == nullptr) return {};
+  return rows_ahead(params_.grad_mask, grad_mask_, sizeof(T), cell, panel);
 }
 
 template <typename S>

@@ -6,6 +6,8 @@
 // Whatever lies past the source's end is zero, up to whole vectors; vectors wholly past it are not written.
 #pragma once
 
+#include <utility>
+
 #include "params.h"
 #include "product.h"
 
@@ -77,26 +79,38 @@ void pack_rows(const Matrix<Element>& m, int64_t first, int64_t count, typename 
   }
 }
 
-// In-register transpose of a square of lanes by butterflies: step s swaps the off-diagonal s x s blocks.
+// Lanes of two vectors, chosen by constants: 0..n-1 from a, n..2n-1 from b.
+template <typename T, int... Lane>
+ATTN_EXT_INLINE Vec<T> pick_lanes(Vec<T> a, Vec<T> b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, Lane...);
+#else
+  return __builtin_shuffle(a, b, Vec<Bits<T> >{Lane...});
+#endif
+}
+
+// Swaps the off-diagonal Side x Side blocks of all squares of twice that side.
+template <typename T, int Side, int... Lane>
+ATTN_EXT_INLINE void swap_blocks(Vec<T> (&v)[kLanes<T>], std::integer_sequence<int, Lane...>) {
+  constexpr int kWidth = sizeof...(Lane);
+#pragma GCC unroll 16
+  for (int i = 0; i < kWidth; ++i) {
+    if ((i & Side) != 0) continue;
+    const Vec<T> a = v[i], b = v[i + Side];
+    v[i] = pick_lanes<T, ((Lane & Side) != 0 ? kWidth + Lane - Side : Lane)...>(a, b);
+    v[i + Side] = pick_lanes<T, ((Lane & Side) != 0 ? kWidth + Lane : Lane + Side)...>(a, b);
+  }
+}
+
+// In-register transpose of a square of lanes by butterflies.
 template <typename T>
 ATTN_EXT_INLINE void transpose_square(Vec<T> (&v)[kLanes<T>]) {
   constexpr int kSide = kLanes<T>;
-#pragma GCC unroll 4
-  for (int s = 1; s < kSide; s *= 2) {
-    Vec<Bits<T>> low, high;
-    for (int i = 0; i < kSide; ++i) {
-      low[i] = (i & s) ? kSide + i - s : i;
-      high[i] = (i & s) ? kSide + i : i + s;
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < kSide; ++i) {
-      if ((i & s) == 0) {
-        const Vec<T> a = v[i], b = v[i + s];
-        v[i] = shuffle<T>(a, b, low);
-        v[i + s] = shuffle<T>(a, b, high);
-      }
-    }
-  }
+  constexpr std::make_integer_sequence<int, kSide> kAll{};
+  swap_blocks<T, 1>(v, kAll);
+  if constexpr (kSide > 2) swap_blocks<T, 2>(v, kAll);
+  if constexpr (kSide > 4) swap_blocks<T, 4>(v, kAll);
+  if constexpr (kSide > 8) swap_blocks<T, 8>(v, kAll);
 }
 
 // The same columns of the rows that come after these: short runs of a row are nothing that the processor
