@@ -424,7 +424,7 @@ void add_rules(const Add& add) {
   });
   add("sinks over dead rows", [](Case& c) {
     sized(c, 40, 90, 8, 8);
-    c.sinks = true;
+    c.sinks = c.grad_lse = true;
     c.mask = "r";
   });
   add("dropout", [](Case& c) {
@@ -543,6 +543,108 @@ void add_gradients(const Add& add) {
   }
 }
 
+// Few query rows against many keys have a way of their own.
+void add_few_rows(const Add& add) {
+  const auto few = [&](const char* name, const std::function<void(Case&)>& change) {
+    add((std::string("few rows ") + name).c_str(), [&](Case& c) {
+      sized(c, 3, 601, 24, 40);
+      c.batch = 2;
+      c.query_heads = 4;
+      change(c);
+    });
+  };
+  few("plain", [](Case&) {});
+  few("whole vectors", [](Case& c) { sized(c, 1, 1040, 64, 128); });
+  few("past the caches", [](Case& c) {
+    sized(c, 1, 4110, 128, 128);
+    c.query_heads = 2;
+  });
+  few("many heads of a group", [](Case& c) {
+    sized(c, 8, 259, 32, 32);
+    c.query_heads = 10, c.key_heads = 1;
+  });
+  few("other layout", [](Case& c) { c.layout = "brhc"; });
+  few("columns apart", [](Case& c) { c.layout = "bhcr"; });
+  few("window", [](Case& c) {
+    c.rule.window_left = 300, c.rule.window_right = 2;
+    c.rule.query_offset = 450;
+  });
+  few("dead rows", [](Case& c) {
+    c.rule.window_right = 0;
+    c.rule.query_offset = -1;
+  });
+  few("softcap and sinks", [](Case& c) {
+    c.rule.softcap = 2.5;
+    c.sinks = c.grad_lse = true;
+  });
+  few("scale 0", [](Case& c) { c.rule.scale = 0; });
+  few("negative scale", [](Case& c) {
+    c.rule.scale = -0.5;
+    c.mask = "c";
+  });
+  few("dropout", [](Case& c) { c.dropout = 0.3; });
+  few("everything", [](Case& c) {
+    c.dropout = 0.2;
+    c.rule.softcap = 3;
+    c.rule.window_left = 500, c.rule.query_offset = 550;
+    c.sinks = c.mask_grad = c.grad_lse = c.grad_weights = c.grad_key_mass = true;
+    c.mask = "hrc";
+    c.mask_kind = ScalarKind::kFloat32;
+  });
+  few("lse only", [](Case& c) {
+    c.grad_output = false;
+    c.grad_lse = true;
+  });
+  few("expanded", [](Case& c) { c.expanded = c.grad_lse = c.grad_weights = c.grad_key_mass = true; });
+  for (int i = 0; i < 3; ++i) {
+    few("one gradient", [=](Case& c) { c.query = i == 0, c.key = i == 1, c.value = i == 2; });
+  }
+  for (const char* dims : {"c", "r", "rc", "hrc", "bhrc", "brc", "bc", "h", "b"}) {
+    for (const ScalarKind kind : {ScalarKind::kBool, ScalarKind::kFloat32, ScalarKind::kNone}) {
+      few((std::string("mask ") + dims).c_str(), [=](Case& c) {
+        c.mask = dims;
+        c.mask_kind = kind;
+        c.mask_grad = kind != ScalarKind::kBool;
+      });
+    }
+  }
+  for (const double far : {-1e9, -3.4028234663852886e38}) {
+    few("far rows", [=](Case& c) {
+      c.batch = 1;
+      c.mask = "rc";
+      c.mask_kind = ScalarKind::kFloat32;
+      c.far_bias = far;
+      c.sinks = far > -1e10;
+    });
+  }
+  few("everything masked", [](Case& c) {
+    c.mask = "rc";
+    c.mask_density = 0;
+  });
+  for (const char* dims : {"c", "rc", "bhrc"}) {
+    for (const ScalarKind kind : {ScalarKind::kBool, ScalarKind::kFloat32}) {
+      few((std::string("masked NaN and Inf ") + dims).c_str(), [=](Case& c) {
+        c.batch = 1;
+        c.masked_keys = 37;
+        c.mask = dims;
+        c.mask_kind = kind;
+        c.rule.softcap = kind == ScalarKind::kBool ? 0 : 2;
+      });
+    }
+  }
+  few("causal NaN and Inf", [](Case& c) {
+    c.batch = 1;
+    c.masked_keys = 3;
+    c.rule.window_right = 0;
+    c.rule.query_offset = 595;
+  });
+  few("visible NaN", [](Case& c) {
+    c.visible_nan = true;
+    c.rule.window_right = 0;
+    c.rule.query_offset = 299;
+  });
+}
+
 std::vector<Case> cases() {
   std::vector<Case> all;
   const Add add = [&](const char* name, const std::function<void(Case&)>& change) {
@@ -556,6 +658,15 @@ std::vector<Case> cases() {
   add_rules(add);
   add_masks(add);
   add_gradients(add);
+  add_few_rows(add);
+  // Few keys have a way of their own: the same again with many.
+  for (size_t i = 0, count = all.size(); i < count; ++i) {
+    if (all[i].key_len == 0 || all[i].key_len > 128 || all[i].query_len <= 8) continue;
+    Case c = all[i];
+    c.name += ", many keys";
+    c.key_len += 150;
+    all.push_back(c);
+  }
   return all;
 }
 

@@ -25,7 +25,10 @@ struct BackwardPlan {
   bool split;                         // segments of a phase are tasks of their own; packs are shared
   int64_t chains, units_per_chain;
   int64_t mask_copies;  // of the mask gradient, the caller's own the first
-  bool heads_share_mask;
+  bool few_keys;        // the path of few keys: a task takes whole heads
+  bool few_rows;        // the path of a few query rows: a task takes a piece of the keys
+  bool streamed;        // there, the gradients of key and value are written past the caches
+  bool heads_share_mask, batches_share_mask;
   bool exact_delta;  // delta from the tiles rather than from the output
   int64_t rounds;
   int64_t prepare_tasks, row_tasks, run_tasks, finish_tasks, sum_tasks;

@@ -12,6 +12,7 @@ void BackwardTasks<S>::plan(const BackwardParams& params, int threads, BackwardP
   const bool sums_rows =
       params.grad_mask.data != nullptr && params.grad_mask.column_stride == 0 && shape.key_len > 1;
   plan.exact_delta = params.grad_weights.data != nullptr || params.grad_key_mass.data != nullptr || sums_rows;
+  if (DecodeTasks<S>::suits(shape)) return DecodeTasks<S>::plan(params, plan);
   choose_blocks(shape, plan);
   choose_chains(params, plan);
   plan.split = plan.segments > 1 && wants_split(params, plan, threads);
@@ -24,10 +25,18 @@ void BackwardTasks<S>::plan(const BackwardParams& params, int threads, BackwardP
   plan.finish_tasks = query_tasks;
   plan.sum_tasks = plan.mask_copies > 1 ? smaller(kManyTasks, params.grad_mask_size) : 0;
   choose_memory(params, plan);
+  plan.few_keys = shape.key_len > 0 && shape.key_len <= kSmallKeys;
+  if (plan.few_keys) {
+    Arena arena{nullptr, 0};
+    take_small_scratch<S>(arena, params);
+    plan.thread_bytes = arena.used;
+    plan.prepare_tasks = plan.mask_copies - 1;  // each clears one
+  }
 }
 
 template <typename S>
 int64_t BackwardTasks<S>::tasks(const BackwardPlan& plan, int64_t round) {
+  if (plan.few_rows) return DecodeTasks<S>::tasks(plan, round);
   if (round == 0) return plan.prepare_tasks;
   if (round == 1) return plan.row_tasks;
   if (round == plan.rounds - 2) return plan.finish_tasks;

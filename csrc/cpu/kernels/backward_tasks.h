@@ -1,6 +1,7 @@
 // The backward's plan and its rounds of tasks, for one scheme of computing.
 #pragma once
 
+#include "backward_small.h"
 #include "backward_tile.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
@@ -14,6 +15,9 @@ constexpr int64_t kMaskCopyElements = 1 << 22;   // of all copies of the mask gr
 constexpr int64_t kSmallMaskElements = 1 << 18;  // the same, to get many
 
 template <typename S>
+struct DecodeTasks;
+
+template <typename S>
 struct BackwardTasks {
   using T = typename S::Accum;
   using Element = typename S::Element;
@@ -23,10 +27,12 @@ struct BackwardTasks {
   static void run(const BackwardParams& params, const BackwardPlan& plan, int64_t round, int64_t task,
                   void* shared, void* scratch);
 
- private:
   struct Unit {
     int64_t batch, key_head;
   };
+
+ private:
+  friend struct DecodeTasks<S>;
 
   // backward_plan.h
   static void choose_blocks(const AttentionShape& shape, BackwardPlan& plan);
@@ -81,6 +87,8 @@ struct BackwardTasks {
                         void* scratch);
   static void run_unit(const BackwardParams& params, const BackwardPlan& plan, BackwardTile<S>& tile,
                        const UnitMemory& memory, Unit unit);
+  static void run_small_chain(const BackwardParams& params, const BackwardPlan& plan, int64_t chain,
+                              void* shared, void* scratch);
   static void run_phase(const BackwardParams& params, const BackwardPlan& plan, int64_t phase, int64_t task,
                         void* shared, void* scratch);
   static void run_key_block(const BackwardParams& params, const BackwardPlan& plan, BackwardTile<S>& tile,
@@ -108,6 +116,7 @@ struct BackwardTasks {
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY
 
+#include "backward_decode_tasks.h"
 #include "backward_finish.h"
 #include "backward_plan.h"
 
@@ -188,9 +197,29 @@ void BackwardTasks<S>::run_unit(const BackwardParams& params, const BackwardPlan
   }
 }
 
+// A chain of units with few keys.
+template <typename S>
+void BackwardTasks<S>::run_small_chain(const BackwardParams& params, const BackwardPlan& plan, int64_t chain,
+                                       void* shared, void* scratch) {
+  const int64_t group = group_size(params.shape);
+  Arena arena{static_cast<char*>(scratch), 0};
+  const SmallScratch<S> small = take_small_scratch<S>(arena, params);
+  SmallUnit<S> block(params, small, mask_copy(params, plan, chain, shared));
+  const KeyRange members = chain_members(params, plan, chain);
+  for (int64_t index = members.begin; index < members.end; ++index) {
+    const Unit unit = chain_unit(params, plan, chain, index);
+    block.begin(unit.batch, unit.key_head);
+    for (int64_t head = unit.key_head * group; head < (unit.key_head + 1) * group; ++head) {
+      block.add_head(head, sink_of(params, unit.batch, head));
+    }
+    block.store_keys();
+  }
+}
+
 template <typename S>
 void BackwardTasks<S>::run_chain(const BackwardParams& params, const BackwardPlan& plan, int64_t chain,
                                  void* shared, void* scratch) {
+  if (plan.few_keys) return run_small_chain(params, plan, chain, shared, scratch);
   Arena arena{static_cast<char*>(scratch), 0};
   const TileScratch<S> tile_scratch =
       take_tile_scratch<S>(arena, params, plan.block_keys, plan.block_queries);
@@ -318,7 +347,11 @@ void BackwardTasks<S>::finish_far_rows(const BackwardParams& params, const Backw
 template <typename S>
 void BackwardTasks<S>::run(const BackwardParams& params, const BackwardPlan& plan, int64_t round,
                            int64_t task, void* shared, void* scratch) {
-  if (round == 0) {
+  if (plan.few_rows) return DecodeTasks<S>::run(params, plan, round, task, shared, scratch);
+  if (round == 0 && plan.few_keys) {
+    memset(mask_copy(params, plan, task + 1, shared), 0,
+           static_cast<size_t>(params.grad_mask_size) * sizeof(T));
+  } else if (round == 0) {
     prepare(params, plan, task, shared);
   } else if (round == 1) {
     prepare_rows(params, plan, task, shared, scratch);

@@ -1,0 +1,565 @@
+// The backward of heads with few keys: all of them meet a block of query rows at once. Queries are rows and
+// keys columns, so that whatever is a matrix of queries x keys (mask, its gradient, dW) is read and written
+// as it lies, and a row's delta is known as soon as its dP is:
+//   S  = Q K^T,  dP = dO V^T    right: K and V, transposed once a head
+//   dQ = dS K                   left: dS
+//   dV += P^T dO,  dK += dS^T Q left: P and dS read along their columns
+// Where elements are what is computed with, everything else is used in place.
+#pragma once
+
+#include "backward_decode.h"
+
+namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
+
+constexpr int64_t kSmallKeys = 128;
+constexpr int64_t kSmallScores = 8192;  // of a block
+constexpr int64_t kSmallRows = 16 * kTileRows;
+
+// A right operand (depth, columns), by panels of columns.
+template <typename S>
+struct RightSide {
+  const typename S::Operand* data;
+  int64_t row_stride, panel_stride;
+};
+
+template <typename S>
+struct SmallScratch {
+  using T = typename S::Accum;
+  using Operand = typename S::Operand;
+  using Element = typename S::Element;
+  Operand *key_columns, *value_columns;  // K^T, V^T in panels
+  Operand* key_rows;                     // K as a right operand
+  Operand *query_left, *query_right, *grad_left, *grad_right;
+  // Matrices with 0 in place of what must not spread.
+  Element *finite_key, *finite_query, *finite_grad;
+  T *scores, *grads;    // (rows, stride): S, then P; dP, then dS
+  T *cap_slope, *keep;  // (stride): of a row
+  Operand *weight_pairs,
+      *grad_pairs;     // (pairs of rows, stride), narrow only: left operands along the columns
+  Operand* grad_rows;  // (rows, stride / 2), narrow only: dS as a left operand
+  T *grad_query, *grad_key, *grad_value;
+  int64_t block_rows, stride;
+};
+
+template <typename S>
+ATTN_EXT_INLINE int64_t small_stride(int64_t keys) {
+  return round_up(keys, S::kLane);
+}
+
+template <typename S>
+SmallScratch<S> take_small_scratch(Arena& arena, const BackwardParams& params) {
+  using T = typename S::Accum;
+  using Operand = typename S::Operand;
+  const AttentionShape& shape = params.shape;
+  const int64_t keys = shape.key_len, dim = padded_value_dim<S>(shape.head_dim);
+  const int64_t value_dim = padded_value_dim<S>(shape.value_dim);
+  SmallScratch<S> s{};
+  s.stride = small_stride<S>(keys);
+  // Blocks of nearly equal size, in whole tiles.
+  const int64_t most = larger(kTileRows, smaller(kSmallRows, round_down(kSmallScores / s.stride, kTileRows)));
+  s.block_rows = round_up(pieces(shape.query_len, larger(1, pieces(shape.query_len, most))), kTileRows);
+  const int64_t rows = s.block_rows;
+  const int64_t columns = round_up(keys, value_panel_width<S>(keys));
+  s.key_columns = take<Operand>(arena, columns * depth_of<typename S::Product>(shape.head_dim));
+  s.value_columns = take<Operand>(arena, columns * depth_of<typename S::Product>(shape.value_dim));
+  s.key_rows = take<Operand>(arena, depth_of<typename S::Product>(keys) * dim);
+  s.query_left = take<Operand>(arena, rows * row_stride_of<S>(shape.head_dim));
+  s.query_right = take<Operand>(arena, rows * dim);
+  s.grad_left = take<Operand>(arena, rows * row_stride_of<S>(shape.value_dim));
+  s.grad_right = take<Operand>(arena, rows * value_dim);
+  s.finite_key = take<typename S::Element>(arena, keys * shape.head_dim);
+  s.finite_query = take<typename S::Element>(arena, rows * shape.head_dim);
+  s.finite_grad = take<typename S::Element>(arena, rows * shape.value_dim);
+  s.scores = take<T>(arena, rows * s.stride);
+  s.grads = take<T>(arena, rows * s.stride);
+  if (params.rule.softcap > 0) s.cap_slope = take<T>(arena, s.stride);
+  if (params.dropout.enabled) s.keep = take<T>(arena, round_up(s.stride, kDropoutColumns));
+  if constexpr (S::kNarrow) {
+    s.weight_pairs = take<Operand>(arena, rows / 2 * s.stride);
+    s.grad_pairs = take<Operand>(arena, rows / 2 * s.stride);
+    s.grad_rows = take<Operand>(arena, rows * s.stride / 2);
+  }
+  s.grad_query = take<T>(arena, rows * dim);
+  s.grad_key = take<T>(arena, keys * dim);
+  s.grad_value = take<T>(arena, keys * value_dim);
+  return s;
+}
+
+// All of a unit (a batch's key head and its group of query heads), by one task.
+template <typename S>
+class SmallUnit {
+ public:
+  using T = typename S::Accum;
+  using Element = typename S::Element;
+  using Operand = typename S::Operand;
+  using Product = typename S::Product;
+
+  SmallUnit(const BackwardParams& params, const SmallScratch<S>& scratch, T* grad_mask)
+      : params_(params),
+        s_(scratch),
+        units_(score_units<T>(params.rule)),
+        group_(params.shape.query_heads / larger(1, params.shape.key_heads)),
+        grad_mask_(grad_mask),
+        has_grad_(params.grad_output.data != nullptr),
+        wants_grads_(params.grad_query.data != nullptr || params.grad_key.data != nullptr ||
+                     params.grad_mask.data != nullptr || params.grad_sinks != nullptr),
+        full_(params.dropout.enabled || params.rule.softcap > 0 || params.grad_weights.data != nullptr ||
+              params.grad_key_mass.data != nullptr || !has_grad_) {}
+  SmallUnit(const SmallUnit&) = delete;
+  SmallUnit& operator=(const SmallUnit&) = delete;
+
+  void begin(int64_t batch, int64_t key_head);
+  // Adds what a query head of the group gives; its sink, -inf where there is none.
+  void add_head(int64_t head, T sink);
+  void store_keys();
+
+ private:
+  struct LeftSide {
+    const Operand* data;
+    int64_t row_stride;
+  };
+
+  int64_t visible_keys() const;
+  void pack_keys();
+  void add_rows(int64_t first, int64_t count);
+  LeftSide left_side(const Matrix<Element>& m, Operand* buffer) const;
+  RightSide<S> right_side(const Matrix<Element>& m, Operand* buffer) const;
+  template <bool Carry>
+  void multiply(const Operand* left, int64_t left_stride, int64_t left_step, int64_t rows,
+                const RightSide<S>& right, int64_t depth, int64_t columns, T* out) const;
+  template <bool Full>
+  void finish_row(int64_t row, int64_t index);
+  void finish_scores(int64_t row, T* scores);
+  void draw_row(int64_t row);
+  void set_far_row(const T* scores, T& lse, T& scale) const;
+  void add_mask_row(int64_t row, const T* grads);
+  void narrow_rows(int64_t count);
+  void add_bad_keys(int64_t count);
+  Matrix<Element> without_dead_rows(const Matrix<Element>& m, int64_t first) const;
+  template <bool Carry>
+  void add_key_side(int64_t count, const RightSide<S>& query, const RightSide<S>& grad);
+
+  const BackwardParams& params_;
+  const SmallScratch<S>& s_;
+  const ScoreUnits<T> units_;
+  const int64_t group_;
+  T* const grad_mask_;
+  const bool has_grad_, wants_grads_, full_;
+  int64_t batch_ = 0, key_head_ = 0, head_ = 0;
+  int64_t keys_ = 0, stride_ = 0;  // without those at the end that padding hides; in whole vectors
+  Matrix<Element> key_{};
+  RightSide<S> key_columns_{}, value_columns_{}, key_rows_{};
+  bool bad_keys_ = false;   // some are not finite
+  bool started_ = false;    // there is something in the gradients of key and value
+  bool dead_rows_ = false;  // in the block
+  T sink_ = 0, sink_grad_ = 0;
+};
+
+// m with 0 in place of elements that are not finite, in `buffer`.
+template <typename Element>
+Matrix<Element> finite_copy(const Matrix<Element>& m, Element* buffer) {
+  for (int64_t r = 0; r < m.rows; ++r) {
+    for (int64_t c = 0; c < m.columns; ++c) {
+      buffer[r * m.columns + c] =
+          is_finite_at(m, r, c) ? m.data[r * m.row_stride + c * m.column_stride] : Element{};
+    }
+  }
+  return {buffer, m.columns, 1, m.rows, m.columns};
+}
+
+template <typename S>
+typename SmallUnit<S>::LeftSide SmallUnit<S>::left_side(const Matrix<Element>& m, Operand* buffer) const {
+  if (sizeof(Element) * S::kDepth == sizeof(Operand) && m.column_stride == 1 && m.columns % S::kDepth == 0 &&
+      m.row_stride % S::kDepth == 0 && reinterpret_cast<uintptr_t>(m.data) % sizeof(Operand) == 0) {
+    return {reinterpret_cast<const Operand*>(m.data), m.row_stride / S::kDepth};
+  }
+  const int64_t stride = row_stride_of<S>(m.columns);
+  pack_rows<Product>(m, 0, m.rows, buffer, stride);
+  return {buffer, stride};
+}
+
+// (depth of rows, columns), panels side by side.
+template <typename S>
+RightSide<S> SmallUnit<S>::right_side(const Matrix<Element>& m, Operand* buffer) const {
+  const int64_t width = value_panel_width<S>(m.columns), padded = padded_value_dim<S>(m.columns);
+  if constexpr (std::is_same_v<Element, Operand>) {
+    if (m.column_stride == 1 && m.columns == padded) return {m.data, m.row_stride, width};
+  }
+  pack_row_panels<Product>(m, 0, depth_of<Product>(m.rows), padded, buffer, 0);
+  return {buffer, padded, width};
+}
+
+// Up to the last key that a mask of keys alone lets any head of the group see.
+template <typename S>
+int64_t SmallUnit<S>::visible_keys() const {
+  const ScoreRule& rule = params_.rule;
+  const int64_t keys = params_.shape.key_len;
+  if (rule.mask_kind != ScalarKind::kBool || rule.mask.row_stride != 0 || rule.mask.column_stride == 0) {
+    return keys;
+  }
+  int64_t seen = 1;
+  for (int64_t g = 0; g < (rule.mask.head_stride == 0 ? 1 : group_); ++g) {
+    const uint8_t* mask = row_pointer<const uint8_t>(rule.mask, batch_, key_head_ * group_ + g, 0);
+    int64_t end = keys;
+    while (end > seen && mask[(end - 1) * rule.mask.column_stride] == 0) --end;
+    seen = larger(seen, end);
+  }
+  return seen;
+}
+
+template <typename S>
+void SmallUnit<S>::pack_keys() {
+  const AttentionShape& shape = params_.shape;
+  const int64_t width = value_panel_width<S>(keys_);
+  key_ = rows_of<Element>(params_.key, batch_, key_head_, 0, keys_, shape.head_dim);
+  const Matrix<Element> value = rows_of<Element>(params_.value, batch_, key_head_, 0, keys_, shape.value_dim);
+  const auto pack_columns = [&](const Matrix<Element>& m, Operand* out) {
+    const int64_t depth = depth_of<Product>(m.columns);
+    for (int64_t first = 0; first < stride_; first += width) {
+      pack_column_panel<Product>(m, first, width, out + first * depth);
+    }
+    return RightSide<S>{out, width, depth * width};
+  };
+  key_columns_ = pack_columns(key_, s_.key_columns);
+  if (has_grad_ && wants_grads_) value_columns_ = pack_columns(value, s_.value_columns);
+  if (params_.grad_query.data == nullptr) return;
+  bad_keys_ = !all_finite(key_);
+  key_rows_ = right_side(bad_keys_ ? finite_copy(key_, s_.finite_key) : key_, s_.key_rows);
+}
+
+// out (rows, columns) (+)= left . right
+template <typename S>
+template <bool Carry>
+void SmallUnit<S>::multiply(const Operand* left, int64_t left_stride, int64_t left_step, int64_t rows,
+                            const RightSide<S>& right, int64_t depth, int64_t columns, T* out) const {
+  const int64_t padded = round_up(columns, S::kLane), width = value_panel_width<S>(columns);
+  TileArgs<Product> args{};
+  args.depth = depth;
+  args.left_stride = left_stride;
+  args.left_step = left_step;
+  args.right_stride = right.row_stride;
+  args.out_stride = padded;
+  for (int64_t column = 0; column < padded; column += width) {
+    const int64_t now = smaller(width, padded - column);
+    args.right = right.data + column / width * right.panel_stride;
+    for (int64_t tile = 0; tile < rows; tile += kTileRows) {
+      args.left = left + tile * left_stride;
+      args.out = out + tile * padded + column;
+      tile_function<Product, Carry>(smaller(kTileRows, rows - tile), now / S::kLane)(args);
+    }
+  }
+}
+
+// Scores, window and mask: units of log2, -inf where the row does not see a key and past the keys.
+template <typename S>
+void SmallUnit<S>::finish_scores(int64_t row, T* scores) {
+  const ScoreRule& rule = params_.rule;
+  const int64_t last = stride_ - S::kLane;
+  const bool scale_here = units_.scale_first && rule.softcap == 0;
+  if (rule.softcap > 0) {
+    cap_span(scores, s_.cap_slope, 0, stride_, units_);
+  } else if (scale_here && !has_bias(rule)) {
+    scale_span(scores, 0, stride_, units_);
+  }
+  // What a bool mask says of all keys of a query is in lse.
+  if (has_bias(rule) || (rule.mask_kind == ScalarKind::kBool && rule.mask.column_stride != 0)) {
+    with_mask_type<Element>(rule.mask_kind, [&](auto tag) {
+      using M = typename decltype(tag)::Type;
+      mask_span(scores, 0, stride_, row_pointer<const M>(rule.mask, batch_, head_, row),
+                rule.mask.column_stride, keys_, scale_here ? units_.scale : static_cast<T>(1));
+    });
+  }
+  const Vec<T> tail = load(scores + last);
+  store(scores + last,
+        lane_index<T>() < broadcast(static_cast<T>(keys_ - last)) ? tail : broadcast(-kInfinity<T>));
+  if (rule.window_left < 0 && rule.window_right < 0) return;
+  const KeyRange seen = window_keys(rule, keys_, row);
+  fill_span(scores, 0, is_empty(seen) ? keys_ : seen.begin, -kInfinity<T>);
+  if (!is_empty(seen)) fill_span(scores, seen.end, keys_, -kInfinity<T>);
+}
+
+// The dropout factors of a row.
+template <typename S>
+void SmallUnit<S>::draw_row(int64_t row) {
+  const DropoutRule& rule = params_.dropout;
+  PhiloxRow state;
+  set_philox_seed(state, static_cast<uint64_t>(rule.seeds[batch_ / rule.batches_per_seed]));
+  state.batch = static_cast<uint32_t>(batch_ % rule.batches_per_seed);
+  state.head = static_cast<uint32_t>(head_);
+  state.row = static_cast<uint32_t>(row);
+  const T scale = static_cast<T>(rule.keep_scale);
+  for (int64_t first = 0; first < stride_; first += kDropoutColumns) {
+    uint32_t words[kDropoutColumns];
+    philox_words(state, static_cast<uint32_t>(first / kDropoutColumns), words);
+    for (int64_t j = 0; j < kDropoutColumns; ++j) s_.keep[first + j] = words[j] >= rule.threshold ? scale : 0;
+  }
+}
+
+// P = 2^(s - row max) / row sum for a far row, of which lse does not tell the sum.
+template <typename S>
+void SmallUnit<S>::set_far_row(const T* scores, T& lse, T& scale) const {
+  const Vec<T> factor = broadcast(units_.softmax_scale);
+  Vec<T> tops = broadcast(-kInfinity<T>), sums = {};
+  for (int64_t j = 0; j < stride_; j += S::kLane) tops = maximum(tops, load(scores + j) * factor);
+  const T top = lane_max<T>(tops);
+  if (top == -kInfinity<T>) return;
+  for (int64_t j = 0; j < stride_; j += S::kLane) {
+    sums += weights_of<T, S::kExpDegree, true>(load(scores + j), factor, broadcast(top));
+  }
+  const T sink = sink_ * static_cast<T>(kLog2E);
+  const T share = sink == -kInfinity<T> ? 0 : exp2<T>(broadcast(sink - top))[0];
+  lse = top;
+  scale = 1 / (lane_sum<T>(sums) + share);
+}
+
+template <typename S>
+void SmallUnit<S>::add_mask_row(int64_t row, const T* grads) {
+  const TensorView& view = params_.grad_mask;
+  T* to = grad_mask_ + batch_offset(view, batch_) + head_ * view.head_stride + row * view.row_stride;
+  if (view.column_stride == 0) {
+    Vec<T> sum = {};
+    for (int64_t j = 0; j < keys_; j += S::kLane) sum += load(grads + j);
+    *to += lane_sum<T>(sum);
+    return;
+  }
+  for (int64_t j = 0; j < keys_; j += S::kLane) {
+    add_row(to + j * view.column_stride, view.column_stride, load(grads + j), smaller(S::kLane, keys_ - j));
+  }
+}
+
+// From S and dP to P (after dropout) and dS. With M the dropout factors:
+//   dP = M (dO V^T + dW + dMass),  delta = rowsum(P dP) - dLse,  dS = P (dP - delta)
+template <typename S>
+template <bool Full>
+void SmallUnit<S>::finish_row(int64_t row, int64_t index) {
+  const ScoreRule& rule = params_.rule;
+  T* scores = s_.scores + index * stride_;
+  T* grads = s_.grads + index * stride_;
+  finish_scores(row, scores);
+  const T natural = static_cast<const T*>(
+      params_.lse)[(batch_ * params_.shape.query_heads + head_) * params_.shape.query_len + row];
+  const bool live = natural != -kInfinity<T> && !row_is_masked(rule, batch_, head_, row);
+  dead_rows_ |= !live;
+  T lse = live ? natural * static_cast<T>(kLog2E) : kInfinity<T>;
+  T scale = 1;
+  if (has_bias(rule) && is_far(lse)) set_far_row(scores, lse, scale);
+  const bool has_mass = Full && params_.grad_key_mass.data != nullptr;
+  const bool has_weights = Full && params_.grad_weights.data != nullptr;
+  T mass_grads[kSmallKeys];
+  Element weight_grads[kSmallKeys];
+  if (has_mass) {
+    const TensorView& view = params_.grad_key_mass;
+    gather_block(Matrix<T>{row_pointer<const T>(view, batch_, head_, 0), 0, view.column_stride, 1, keys_}, 0,
+                 1, 0, stride_, mass_grads);
+  }
+  if (has_weights) {
+    gather_block(rows_of<Element>(params_.grad_weights, batch_, head_, row, 1, keys_), 0, 1, 0, stride_,
+                 weight_grads);
+  }
+  const bool drops = Full && params_.dropout.enabled;
+  if (drops) draw_row(row);
+  Vec<T> sum = {}, weight_sum = {};
+  for (int64_t j = 0; j < stride_; j += S::kLane) {
+    Vec<T> p =
+        weights_of<T, S::kExpDegree, true>(load(scores + j), broadcast(units_.softmax_scale), broadcast(lse));
+    p *= broadcast(scale);
+    store(scores + j, p);
+    if (!wants_grads_) continue;
+    Vec<T> grad = has_grad_ ? load(grads + j) : Vec<T>{};
+    if (has_mass) grad += load(mass_grads + j);
+    if (has_weights) grad += load_compute(weight_grads + j);
+    if (drops) grad *= load(s_.keep + j);
+    grad = p == Vec<T>{} ? Vec<T>{} : grad;
+    weight_sum += p;
+    sum = multiply_add(p, grad, sum);
+    store(grads + j, grad);
+  }
+  // The sum of all weights is 1 but for the rounding of lse, which delta, a mean, must not take in.
+  const bool sinks = natural != -kInfinity<T> && sink_ != -kInfinity<T>;
+  const T share =
+      sinks ? exp2<T>(broadcast(static_cast<T>((sink_ - natural) * static_cast<T>(kLog2E))))[0] : 0;
+  const T total = lane_sum<T>(weight_sum) + share;
+  T delta = lane_sum<T>(sum);
+  if (total > 0) delta /= total;
+  if (params_.grad_lse.data != nullptr) delta -= *row_pointer<const T>(params_.grad_lse, batch_, head_, row);
+  if (sinks) sink_grad_ -= share * delta;
+  for (int64_t j = 0; wants_grads_ && j < stride_; j += S::kLane) {
+    const Vec<T> p = load(scores + j);
+    store(grads + j, p == Vec<T>{} ? p : p * (load(grads + j) - broadcast(delta)));
+  }
+  if (grad_mask_ != nullptr) add_mask_row(row, grads);
+  if constexpr (Full) {
+    for (int64_t j = 0; drops && j < stride_; j += S::kLane) {
+      store(scores + j, load(scores + j) * load(s_.keep + j));
+    }
+    for (int64_t j = 0; wants_grads_ && rule.softcap > 0 && j < stride_; j += S::kLane) {
+      const Vec<T> grad = load(grads + j);
+      store(grads + j, grad == Vec<T>{} ? grad : grad * load(s_.cap_slope + j));
+    }
+  }
+}
+
+// P and dS as bfloat16: in pairs of neighbouring rows, dS also in pairs of neighbouring keys.
+template <typename S>
+void SmallUnit<S>::narrow_rows([[maybe_unused]] int64_t count) {
+#if defined(__AVX512BF16__)
+  if constexpr (S::kNarrow) {
+    const Vec<int32_t> words = lane_index<int32_t>() * 0x10001 + (16 << 16);  // words 0, 16, 1, 17, ...
+    for (int64_t r = 0; r < count; r += 2) {
+      const bool has_next = r + 1 < count;
+      const T* weights = s_.scores + r * stride_;
+      const T* grads = s_.grads + r * stride_;
+      Operand* rows = s_.grad_rows + r * stride_ / 2;
+      for (int64_t j = 0; j < stride_; j += S::kLane) {
+        const Vec<T> p1 = has_next ? load(weights + stride_ + j) : Vec<T>{};
+        const Vec<T> g1 = has_next ? load(grads + stride_ + j) : Vec<T>{};
+        const __m512i p = (__m512i)_mm512_cvtne2ps_pbh((__m512)p1, (__m512)load(weights + j));
+        const __m512i g = (__m512i)_mm512_cvtne2ps_pbh((__m512)g1, (__m512)load(grads + j));
+        store(s_.weight_pairs + r / 2 * stride_ + j,
+              (Vec<Operand>)_mm512_permutexvar_epi16((__m512i)words, p));
+        store(s_.grad_pairs + r / 2 * stride_ + j, (Vec<Operand>)_mm512_permutexvar_epi16((__m512i)words, g));
+        const __m256i low = _mm512_castsi512_si256(g), high = _mm512_extracti64x4_epi64(g, 1);
+        memcpy(rows + j / 2, &low, sizeof(low));
+        if (has_next) memcpy(rows + (stride_ + j) / 2, &high, sizeof(high));
+      }
+    }
+  }
+#endif
+}
+
+// The keys' NaN and Inf, which key_rows_ leaves out, reach only the queries that see them.
+template <typename S>
+void SmallUnit<S>::add_bad_keys(int64_t count) {
+  const int64_t padded = padded_value_dim<S>(key_.columns);
+  for (int64_t j = 0; j < key_.rows; ++j) {
+    for (int64_t d = 0; d < key_.columns; ++d) {
+      if (is_finite_at(key_, j, d)) continue;
+      const T bad = to_compute(key_.data[j * key_.row_stride + d * key_.column_stride]);
+      for (int64_t r = 0; r < count; ++r) {
+        const T grad = s_.grads[r * stride_ + j];
+        if (grad != 0) s_.grad_query[r * padded + d] += grad * bad;
+      }
+    }
+  }
+}
+
+template <typename S>
+template <bool Carry>
+void SmallUnit<S>::add_key_side(int64_t count, const RightSide<S>& query, const RightSide<S>& grad) {
+  const AttentionShape& shape = params_.shape;
+  const Operand *weights = s_.weight_pairs, *grads = s_.grad_pairs;
+  if constexpr (std::is_same_v<Operand, T>) {
+    weights = s_.scores;
+    grads = s_.grads;
+  }
+  const int64_t depth = depth_of<Product>(count);
+  if (params_.grad_value.data != nullptr && has_grad_) {
+    multiply<Carry>(weights, 1, stride_, keys_, grad, depth, shape.value_dim, s_.grad_value);
+  }
+  if (params_.grad_key.data != nullptr) {
+    multiply<Carry>(grads, 1, stride_, keys_, query, depth, shape.head_dim, s_.grad_key);
+  }
+}
+
+template <typename S>
+void SmallUnit<S>::add_rows(int64_t first, int64_t count) {
+  const AttentionShape& shape = params_.shape;
+  Matrix<Element> query = rows_of<Element>(params_.query, batch_, head_, first, count, shape.head_dim);
+  Matrix<Element> grad = rows_of<Element>(params_.grad_output, batch_, head_, first, count, shape.value_dim);
+  const LeftSide left = left_side(query, s_.query_left);
+  multiply<false>(left.data, left.row_stride, 1, count, key_columns_, depth_of<Product>(shape.head_dim),
+                  keys_, s_.scores);
+  if (has_grad_ && wants_grads_) {
+    const LeftSide grad_left = left_side(grad, s_.grad_left);
+    multiply<false>(grad_left.data, grad_left.row_stride, 1, count, value_columns_,
+                    depth_of<Product>(shape.value_dim), keys_, s_.grads);
+  }
+  dead_rows_ = false;
+  for (int64_t r = 0; r < count; ++r) {
+    full_ ? finish_row<true>(first + r, r) : finish_row<false>(first + r, r);
+  }
+  if (S::kNarrow) narrow_rows(count);
+  if (params_.grad_query.data != nullptr) {
+    const Operand* grads = s_.grad_rows;
+    if constexpr (std::is_same_v<Operand, T>) grads = s_.grads;
+    multiply<false>(grads, stride_ / S::kDepth, 1, count, key_rows_, depth_of<Product>(keys_), shape.head_dim,
+                    s_.grad_query);
+    if (bad_keys_) add_bad_keys(count);
+    for (int64_t r = 0; r < count; ++r) {
+      write_scaled_row<S, false>(s_.grad_query + r * padded_value_dim<S>(shape.head_dim),
+                                 row_pointer<Element>(params_.grad_query, batch_, head_, first + r),
+                                 shape.head_dim, broadcast(static_cast<T>(params_.rule.scale)));
+    }
+  }
+  // P and dS are 0 where a query does not see a key, and 0 NaN would be NaN: a query's NaN and Inf stay out
+  // of dK, where those that keys see show through dS itself, and whatever a dead row holds stays out of dV.
+  RightSide<S> grad_right{}, query_right{};
+  if (params_.grad_value.data != nullptr && has_grad_) {
+    if (dead_rows_ && !all_finite(grad)) grad = without_dead_rows(grad, first);
+    grad_right = right_side(grad, s_.grad_right);
+  }
+  if (params_.grad_key.data != nullptr) {
+    query_right = right_side(all_finite(query) ? query : finite_copy(query, s_.finite_query), s_.query_right);
+  }
+  started_ ? add_key_side<true>(count, query_right, grad_right)
+           : add_key_side<false>(count, query_right, grad_right);
+  started_ = true;
+}
+
+// dO with 0 for all of a dead row.
+template <typename S>
+Matrix<typename S::Element> SmallUnit<S>::without_dead_rows(const Matrix<Element>& m, int64_t first) const {
+  const T* lse = static_cast<const T*>(params_.lse) +
+                 (batch_ * params_.shape.query_heads + head_) * params_.shape.query_len + first;
+  for (int64_t r = 0; r < m.rows; ++r) {
+    const bool dead = lse[r] == -kInfinity<T> || row_is_masked(params_.rule, batch_, head_, first + r);
+    for (int64_t c = 0; c < m.columns; ++c) {
+      s_.finite_grad[r * m.columns + c] = dead ? Element{} : m.data[r * m.row_stride + c * m.column_stride];
+    }
+  }
+  return {s_.finite_grad, m.columns, 1, m.rows, m.columns};
+}
+
+template <typename S>
+void SmallUnit<S>::begin(int64_t batch, int64_t key_head) {
+  batch_ = batch;
+  key_head_ = key_head;
+  keys_ = visible_keys();
+  stride_ = small_stride<S>(keys_);
+  started_ = bad_keys_ = false;
+  pack_keys();
+}
+
+template <typename S>
+void SmallUnit<S>::add_head(int64_t head, T sink) {
+  head_ = head;
+  sink_ = sink;
+  sink_grad_ = 0;
+  const int64_t rows = params_.shape.query_len;
+  for (int64_t first = 0; first < rows; first += s_.block_rows) {
+    add_rows(first, smaller(s_.block_rows, rows - first));
+  }
+  if (params_.grad_sinks != nullptr) {
+    static_cast<T*>(params_.grad_sinks)[batch_ * params_.shape.query_heads + head] = sink_grad_;
+  }
+}
+
+template <typename S>
+void SmallUnit<S>::store_keys() {
+  const AttentionShape& shape = params_.shape;
+  const auto write = [&](const T* from, const TensorView& grad, int64_t dim, bool there, double scale) {
+    for (int64_t j = 0; grad.data != nullptr && j < shape.key_len; ++j) {
+      Element* to = row_pointer<Element>(grad, batch_, key_head_, j);
+      if (there && j < keys_) {
+        write_scaled_row<S, false>(from + j * padded_value_dim<S>(dim), to, dim,
+                                   broadcast(static_cast<T>(scale)));
+      } else {
+        memset(to, 0, static_cast<size_t>(dim) * sizeof(Element));
+      }
+    }
+  };
+  write(s_.grad_key, params_.grad_key, shape.head_dim, started_, params_.rule.scale);
+  write(s_.grad_value, params_.grad_value, shape.value_dim, started_ && has_grad_, 1);
+}
+
+}  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY
