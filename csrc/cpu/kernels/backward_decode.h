@@ -8,6 +8,7 @@
 #include "backward.h"
 #include "backward_pack.h"
 #include "backward_tile.h"
+#include "dot_rows.h"
 #include "query_block.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {

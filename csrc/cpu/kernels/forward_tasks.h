@@ -5,15 +5,9 @@
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
-#ifndef ATTN_EXT_ONLINE_KEYS
-#define ATTN_EXT_ONLINE_KEYS 512
-#endif
-#ifndef ATTN_EXT_BLOCK_ROWS
-#define ATTN_EXT_BLOCK_ROWS 96
-#endif
-constexpr int64_t kOnlineKeys = ATTN_EXT_ONLINE_KEYS;
+constexpr int64_t kOnlineKeys = 512;
 constexpr int64_t kRowsPathKeys = 2 * kOnlineKeys;  // whole rows up to here
-constexpr int64_t kBlockRows = ATTN_EXT_BLOCK_ROWS;
+constexpr int64_t kBlockRows = 96;
 constexpr int64_t kSplitQueries = 32;  // as few query rows as this and the keys are split
 constexpr int64_t kSplitKeys = 512;
 constexpr int64_t kDecodeQueries = 16;  // as few as this and nothing is packed

@@ -129,6 +129,21 @@ inline void philox_words(const PhiloxRow& state, uint64_t chunk, const int64_t* 
   }
 }
 
+// words[j] is the draw of row state.row of state.head.
+inline void philox_words(const PhiloxRow& state, uint64_t chunk, uint32_t (&words)[kDropoutColumns]) {
+  using Counter = PhiloxCounter<Vec<uint64_t>, uint64_t, uint64_t, uint64_t>;
+  const uint64_t row = state.row, head = state.head, batch = state.batch;
+  for (uint64_t first = 0; first < 16; first += kLanes<uint32_t>) {
+    const Vec<uint64_t> c0 = 2 * lane_index<uint64_t>() + (chunk * 16 + first);
+    const auto drawn =
+        philox_rounds(state, PhiloxCounters<Counter, 2>{{{c0, row, head, batch}, {c0 + 1, row, head, batch}}});
+    store_interleaved(words + first, drawn.c[0].w0, drawn.c[1].w0);
+    store_interleaved(words + 16 + first, drawn.c[0].w1, drawn.c[1].w1);
+    store_interleaved(words + 32 + first, drawn.c[0].w2, drawn.c[1].w2);
+    store_interleaved(words + 48 + first, drawn.c[0].w3, drawn.c[1].w3);
+  }
+}
+
 // keep(j, p) for every vector p of weights [begin, end), zero where they are dropped; words[0] is the draw of
 // column `begin`.
 template <typename T, typename Keep>

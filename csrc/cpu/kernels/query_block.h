@@ -4,6 +4,7 @@
 // depend on which rows lie beside it.
 #pragma once
 
+#include "dot_rows.h"
 #include "forward.h"
 #include "philox.h"
 #include "scheme.h"
@@ -12,10 +13,7 @@
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
-#ifndef ATTN_EXT_GROUP_TILES
-#define ATTN_EXT_GROUP_TILES 4
-#endif
-constexpr int64_t kGroupTiles = ATTN_EXT_GROUP_TILES;
+constexpr int64_t kGroupTiles = 4;
 constexpr int64_t kGroupRows = kGroupTiles * kTileRows;
 constexpr int64_t kMaxBlockKeys = 4096;
 constexpr int64_t kRunKeys = 64;  // keys are left out by the mask in units of this

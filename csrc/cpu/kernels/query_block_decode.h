@@ -31,28 +31,6 @@ ATTN_EXT_INLINE Vec<typename Product::Operand> load_operands_partial(const Eleme
   }
 }
 
-// Sums the lanes of as many vectors as a vector has lanes: lane i of the result is the sum of sums[i]. Every
-// step adds lanes that lie Step apart, of one vector in the lanes without that bit and of another in those
-// with it, so that a sum does not depend on which vectors stand beside it.
-template <typename T, int Step = 1>
-ATTN_EXT_INLINE Vec<T> lane_sums(Vec<T> (&sums)[kLanes<T>]) {
-  constexpr int kWidth = kLanes<T>;
-  if constexpr (Step < kWidth) {
-    const Vec<Bits<T>> lane = lane_index<Bits<T>>();
-    const Vec<Bits<T>> upper = (lane & Step) != 0 ? Vec<Bits<T>>{} + 1 : Vec<Bits<T>>{};
-    const Vec<Bits<T>> kept = lane + upper * kWidth;
-    const Vec<Bits<T>> moved = lane + upper * (kWidth - 2 * Step) + Step;
-#pragma GCC unroll 16
-    for (int i = 0; i < kWidth; i += 2 * Step) {
-      const Vec<T> a = sums[i], b = sums[i + Step];
-      sums[i] = shuffle<T>(a, b, kept) + shuffle<T>(a, b, moved);
-    }
-    return lane_sums<T, 2 * Step>(sums);
-  } else {
-    return sums[0];
-  }
-}
-
 // out (Rows, lanes) = query (Rows, dim) . rows (lanes, dim)^T. As many sums as a vector has lanes are in the
 // making at a time, of all Rows and some of the keys.
 template <typename S, int Rows>

@@ -3,11 +3,8 @@
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
-#ifndef ATTN_EXT_VALUE_DEPTH
-#define ATTN_EXT_VALUE_DEPTH 1024
-#endif
 // Keys of a value product: so many rows of values stay in the nearest cache for all tiles of a group.
-constexpr int64_t kValueDepth = ATTN_EXT_VALUE_DEPTH;
+constexpr int64_t kValueDepth = 1024;
 
 template <typename S>
 void QueryBlock<S>::attend(KeyRange keys) {
