@@ -10,10 +10,10 @@ void BackwardTile<S>::add_key_side(const Operand* left, const OperandRows<Operan
   const int64_t width = value_panel_width<S>(dim);
   const int64_t out_stride = padded_value_dim<S>(dim);
   for (int64_t column = 0; column < out_stride; column += width) {
-    const int64_t vectors = smaller(width, out_stride - column) / S::kLane;
+    const int64_t columns = round_up(smaller(width, dim - column), kColumnUnit<T>);
     for (int64_t tile = 0; tile < key_count_; tile += kTileRows) {
       const int64_t cell = round_down(tile, cell_size_);
-      const TileFunction<Product> product = tile_function<Product, true>(tile_rows(tile), vectors);
+      const TileFunction<Product> product = tile_function_of_columns<Product, true>(tile_rows(tile), columns);
       for (int64_t panel = 0; panel < padded_queries_;) {
         int64_t end = panel;
         while (end < padded_queries_ && live(cell, end)) end += S::kPanel;

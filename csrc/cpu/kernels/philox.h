@@ -49,8 +49,7 @@ struct PhiloxCounter {
   W3 w3;
 };
 template <typename W0, typename W1, typename W2, typename W3>
-ATTN_EXT_INLINE auto philox_round(const PhiloxRow& state, int round,
-                                  const PhiloxCounter<W0, W1, W2, W3>& c) {
+ATTN_EXT_INLINE auto philox_round(const PhiloxRow& state, int round, const PhiloxCounter<W0, W1, W2, W3>& c) {
   const uint64_t key0 = state.key0[round], key1 = state.key1[round];
   const auto product0 = multiply_low_halves(c.w0, 0xD2511F53u);
   const auto product1 = multiply_low_halves(c.w2, 0xCD9E8D57u);
@@ -79,8 +78,8 @@ ATTN_EXT_INLINE auto philox_round(const PhiloxRow& state, int round,
 // The ten rounds; what differs from lane to lane in one word does so in all after four of them.
 template <typename Counter, int N>
 ATTN_EXT_INLINE auto philox_rounds(const PhiloxRow& state, const PhiloxCounters<Counter, N>& start) {
-  auto c = philox_round(
-      state, 3, philox_round(state, 2, philox_round(state, 1, philox_round(state, 0, start))));
+  auto c =
+      philox_round(state, 3, philox_round(state, 2, philox_round(state, 1, philox_round(state, 0, start))));
 #pragma GCC unroll 6
   for (int round = 4; round < 10; ++round) c = philox_round(state, round, c);
   return c;
@@ -135,8 +134,8 @@ inline void philox_words(const PhiloxRow& state, uint64_t chunk, uint32_t (&word
   const uint64_t row = state.row, head = state.head, batch = state.batch;
   for (uint64_t first = 0; first < 16; first += kLanes<uint32_t>) {
     const Vec<uint64_t> c0 = 2 * lane_index<uint64_t>() + (chunk * 16 + first);
-    const auto drawn =
-        philox_rounds(state, PhiloxCounters<Counter, 2>{{{c0, row, head, batch}, {c0 + 1, row, head, batch}}});
+    const auto drawn = philox_rounds(
+        state, PhiloxCounters<Counter, 2>{{{c0, row, head, batch}, {c0 + 1, row, head, batch}}});
     store_interleaved(words + first, drawn.c[0].w0, drawn.c[1].w0);
     store_interleaved(words + 16 + first, drawn.c[0].w1, drawn.c[1].w1);
     store_interleaved(words + 32 + first, drawn.c[0].w2, drawn.c[1].w2);

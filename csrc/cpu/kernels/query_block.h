@@ -202,9 +202,9 @@ class QueryBlock {
   T* key_mass_ = nullptr;
   T* kept_weights_ = nullptr;
   int64_t kept_stride_ = 0;
-  bool emit_in_place_ = false;  // weights go out while their scores are in cache
-  bool mask_by_key_ = false;    // the mask has to be looked at key by key
-  bool mask_in_tile_ = false;   // and its rows are dense, so that whole tiles do
+  bool emit_in_place_ = false;      // weights go out while their scores are in cache
+  bool mask_by_key_ = false;        // the mask has to be looked at key by key
+  bool mask_in_tile_ = false;       // and its rows are dense, so that whole tiles do
   const Operand* query_ = nullptr;  // the rows' operands, query_stride_ apart
   int64_t query_stride_ = 0;
   int64_t rows_ = 0;

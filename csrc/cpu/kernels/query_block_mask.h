@@ -135,7 +135,8 @@ bool QueryBlock<S>::row_is_live(int64_t r, KeyRange span) const {
   return live;
 }
 
-// Whether a tile's scores meet the mask as soon as they are made: all of a panel, if the mask's row lies dense.
+// Whether a tile's scores meet the mask as soon as they are made: all of a panel, if the mask's row lies
+// dense.
 template <typename S>
 bool QueryBlock<S>::masked_in_tile(int64_t tile, KeyRange span) const {
   return mask_in_tile_ && tile_rows(tile) == kTileRows && span.end - span.begin == S::kPanel &&
@@ -157,8 +158,9 @@ void QueryBlock<S>::scores_masked(int64_t tile, KeyRange span, const TileArgs<Pr
     using M = typename decltype(tag)::Type;
     const M* rows[kTileRows];
     for (int64_t r = 0; r < kTileRows; ++r) {
-      rows[r] = row_pointer<const M>(params_.rule.mask, batch_, s_.row_head[tile + r], s_.row_index[tile + r]) +
-                block_key_ + span.begin;
+      rows[r] =
+          row_pointer<const M>(params_.rule.mask, batch_, s_.row_head[tile + r], s_.row_index[tile + r]) +
+          block_key_ + span.begin;
     }
     masked_tile<Product>(args, rows, units_.scale);
   });

@@ -32,7 +32,8 @@ template <typename S>
 void QueryBlock<S>::attend_group(int64_t group) {
   const bool decodes = plan_.path == ForwardPath::kDecode;
   const bool drops = params_.dropout.enabled;
-  const bool wide = emit_in_place_ || kept_weights_ != nullptr;  // somebody wants the weights before they narrow
+  const bool wide =
+      emit_in_place_ || kept_weights_ != nullptr;  // somebody wants the weights before they narrow
   decodes ? stream_scores(group) : scores(group);
   mask(group);
   if (visible_ != nullptr) note_visible(group);

@@ -100,17 +100,7 @@ ATTN_EXT_INLINE Vec<T> load_bias(const M* mask) {
   }
 }
 
-template <typename T, typename M>
-ATTN_EXT_INLINE Vec<T> apply_mask(Vec<T> s, const M* mask, Vec<T> scale) {
-  if constexpr (std::is_same_v<M, uint8_t>) {
-    return keep_flagged<T>(s, mask);
-  } else {
-    const Vec<T> bias = load_bias<T>(mask);
-    return bias == broadcast(-kInfinity<T>) ? bias : multiply_add(s, scale, bias);
-  }
-}
-
-// In units of log2, for the row maximum. A bias near the lowest finite value is a way of masking, but a row of
+// In units of log2. A bias near the lowest finite value is a way of masking, but a row of
 // nothing else is not dead: stay finite.
 template <typename T>
 ATTN_EXT_INLINE Vec<T> to_log2_units(Vec<T> s, T softmax_scale) {
@@ -125,16 +115,28 @@ inline void to_log2_units_span(T* scores, int64_t begin, int64_t end, T softmax_
   }
 }
 
+// scale s + mask, or -inf; a bias is brought to units of log2 if the scores are in them.
+template <bool Log2Units, typename T, typename M>
+ATTN_EXT_INLINE Vec<T> apply_mask(Vec<T> s, const M* mask, Vec<T> scale) {
+  if constexpr (std::is_same_v<M, uint8_t>) {
+    return keep_flagged<T>(s, mask);
+  } else {
+    const Vec<T> bias = load_bias<T>(mask);
+    const Vec<T> added = Log2Units ? to_log2_units<T>(bias, static_cast<T>(kLog2E)) : bias;
+    return bias == broadcast(-kInfinity<T>) ? bias : multiply_add(s, scale, added);
+  }
+}
+
 // S = scale s + mask; mask[j * stride] belongs to scores[j]. Elements from `present` on do not exist: what is
 // masked there does not matter, since no row sees it. A bool mask leaves the scale to others.
-template <typename T, typename M>
+template <typename T, bool Log2Units = false, typename M>
 void mask_span(T* scores, int64_t begin, int64_t end, const M* mask, int64_t stride, int64_t present,
                T scale) {
   const Vec<T> factor = broadcast(scale);
   int64_t j = begin;
   if (stride == 1) {
     for (; j < end && j + kLanes<T> <= present; j += kLanes<T>) {
-      store(scores + j, apply_mask<T>(load(scores + j), mask + j, factor));
+      store(scores + j, apply_mask<Log2Units, T>(load(scores + j), mask + j, factor));
     }
   }
   for (; j < end; j += kLanes<T>) {
@@ -145,7 +147,7 @@ void mask_span(T* scores, int64_t begin, int64_t end, const M* mask, int64_t str
     } else {
       for (int64_t i = 0; i < count; ++i) gathered[i] = mask[(j + i) * stride];
     }
-    store(scores + j, apply_mask<T>(load(scores + j), gathered, factor));
+    store(scores + j, apply_mask<Log2Units, T>(load(scores + j), gathered, factor));
   }
 }
 
@@ -169,7 +171,7 @@ void masked_tile(const TileArgs<Product>& args, const M* const (&rows)[kTileRows
 #pragma GCC unroll 4
     for (int v = 0; v < kTileVectors; ++v) {
       store(args.out + r * args.out_stride + v * kWidth,
-            apply_mask<T>(sums[r][v], rows[r] + v * kWidth, factor));
+            apply_mask<false, T>(sums[r][v], rows[r] + v * kWidth, factor));
     }
   }
 }

@@ -50,14 +50,13 @@ struct Float16 {
 
 template <typename T>
 struct VectorOf;
-#define ATTN_EXT_VECTOR_OF(T)                                                                      \
-  template <>                                                                                      \
-  struct VectorOf<T> {                                                                             \
-    typedef T Type __attribute__((vector_size(kVectorBytes)));                                     \
-    typedef T Unaligned __attribute__((vector_size(kVectorBytes), aligned(sizeof(T)), may_alias)); \
-    typedef T Half __attribute__((vector_size(kVectorBytes / 2)));                                 \
-    typedef T HalfUnaligned                                                                        \
-        __attribute__((vector_size(kVectorBytes / 2), aligned(sizeof(T)), may_alias));             \
+#define ATTN_EXT_VECTOR_OF(T)                                                                              \
+  template <>                                                                                              \
+  struct VectorOf<T> {                                                                                     \
+    typedef T Type __attribute__((vector_size(kVectorBytes)));                                             \
+    typedef T Unaligned __attribute__((vector_size(kVectorBytes), aligned(sizeof(T)), may_alias));         \
+    typedef T Half __attribute__((vector_size(kVectorBytes / 2)));                                         \
+    typedef T HalfUnaligned __attribute__((vector_size(kVectorBytes / 2), aligned(sizeof(T)), may_alias)); \
   }
 ATTN_EXT_VECTOR_OF(float);
 ATTN_EXT_VECTOR_OF(double);
