@@ -6,6 +6,7 @@
 
 #include "../aten/sdpa_aten.h"
 #include "call.h"
+#include "fork.h"
 #include "tasks.h"
 
 namespace attn_ext::cpu {
@@ -28,6 +29,7 @@ void run_forward(const ForwardKernels& kernels, const ForwardParams& params) {
 }
 
 SdpaOutputs forward_cpu(const SdpaArgs& args, SideOutputs wanted) {
+  const OneThreadInForkedChild guard;
   const KernelTable* table = kernels_in_use();
   if (table == nullptr) {
     return forward_aten(args, wanted);
