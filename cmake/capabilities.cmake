@@ -4,17 +4,18 @@
 set(avx2 -mavx2 -mfma -mf16c)
 set(avx512 ${avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512cd)
 
-# attn_ext_add_kernels(target sources...): adds the objects of every set that this processor family has.
+# attn_ext_add_kernels(target sources...): adds the objects of every set that this processor family has, whose
+# names the global property ATTN_EXT_CAPABILITIES then lists.
 # Baseline comes first, so that the linker takes an inline function's plain copy where several sets emit it.
 macro(attn_ext_add_kernels target)
-  #                       name         processors      compiler flags
-  attn_ext_add_capability(baseline     ".*"            ""                          ${ARGN})
-  attn_ext_add_capability(avx2         "x86_64|AMD64"  "${avx2}"                   ${ARGN})
-  attn_ext_add_capability(avx512       "x86_64|AMD64"  "${avx512}"                 ${ARGN})
-  attn_ext_add_capability(avx512_bf16  "x86_64|AMD64"  "${avx512};-mavx512bf16"    ${ARGN})
+  #                                 name          processors       compiler flags
+  attn_ext_add_capability(${target} baseline      ".*"             ""                        ${ARGN})
+  attn_ext_add_capability(${target} avx2          "x86_64|AMD64"   "${avx2}"                 ${ARGN})
+  attn_ext_add_capability(${target} avx512        "x86_64|AMD64"   "${avx512}"               ${ARGN})
+  attn_ext_add_capability(${target} avx512_bf16   "x86_64|AMD64"   "${avx512};-mavx512bf16"  ${ARGN})
 endmacro()
 
-function(attn_ext_add_capability name processors flags)
+function(attn_ext_add_capability target name processors flags)
   if(NOT ARGN OR NOT CMAKE_SYSTEM_PROCESSOR MATCHES "^(${processors})$")
     return()
   endif()
@@ -25,6 +26,7 @@ function(attn_ext_add_capability name processors flags)
   # GCC warns of its own AVX-512 headers, and of vectors in the ABI of functions that are all inlined.
   target_compile_options(${objects} PRIVATE ${flags}
     $<$<CXX_COMPILER_ID:GNU>:-Wno-psabi;-Wno-uninitialized;-Wno-maybe-uninitialized>)
-  target_sources(attn_ext PRIVATE $<TARGET_OBJECTS:${objects}>)
-  target_compile_definitions(attn_ext PRIVATE ATTN_EXT_HAS_${name})
+  target_sources(${target} PRIVATE $<TARGET_OBJECTS:${objects}>)
+  target_compile_definitions(${target} PRIVATE ATTN_EXT_HAS_${name})
+  set_property(GLOBAL APPEND PROPERTY ATTN_EXT_CAPABILITIES ${name})
 endfunction()

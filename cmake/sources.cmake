@@ -19,7 +19,9 @@ set(ATTN_EXT_SOURCES
   csrc/aten/sdpa_aten.cpp
   csrc/cpu/tensor_view.cpp
   csrc/cpu/kernel_choice.cpp
+  csrc/cpu/kernel_sets.cpp
   csrc/cpu/call.cpp
+  csrc/cpu/fork.cpp
   csrc/cpu/forward.cpp
   csrc/cpu/backward.cpp
   csrc/capability.cpp

@@ -90,26 +90,39 @@ SdpaOutputs call_forward(const SdpaArgs& args, SideOutputs wanted);
 SdpaInputs call_backward(const SdpaOutputs& grads, const SdpaArgs& args, const at::Tensor& output,
                          const at::Tensor& lse, InputMask wanted);
 
-/// The arguments of a public op.
-inline SdpaArgs public_args(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                            const OptionalTensor& attn_mask, double dropout_p, bool is_causal,
-                            std::optional<double> scale, bool enable_gqa,
-                            std::optional<c10::SymInt> window_left, std::optional<c10::SymInt> window_right,
-                            c10::SymInt query_offset, double softcap, const OptionalTensor& sinks) {
+/// What the schemas list, by name.
+inline SdpaArgs make_args(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                          const OptionalTensor& attn_mask, const OptionalTensor& sinks,
+                          const OptionalTensor& dropout_seed, double dropout_p, bool is_causal,
+                          std::optional<double> scale, bool enable_gqa,
+                          const std::optional<c10::SymInt>& window_left,
+                          const std::optional<c10::SymInt>& window_right, const c10::SymInt& query_offset,
+                          double softcap) {
   return {.query = query,
           .key = key,
           .value = value,
           .attn_mask = tensor_or_undefined(attn_mask),
           .sinks = tensor_or_undefined(sinks),
-          .dropout_seed = {},
+          .dropout_seed = tensor_or_undefined(dropout_seed),
           .dropout_p = dropout_p,
           .is_causal = is_causal,
           .scale = scale,
           .enable_gqa = enable_gqa,
-          .window_left = std::move(window_left),
-          .window_right = std::move(window_right),
-          .query_offset = std::move(query_offset),
+          .window_left = window_left,
+          .window_right = window_right,
+          .query_offset = query_offset,
           .softcap = softcap};
+}
+
+/// The arguments of a public op.
+inline SdpaArgs public_args(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                            const OptionalTensor& attn_mask, double dropout_p, bool is_causal,
+                            std::optional<double> scale, bool enable_gqa,
+                            const std::optional<c10::SymInt>& window_left,
+                            const std::optional<c10::SymInt>& window_right, const c10::SymInt& query_offset,
+                            double softcap, const OptionalTensor& sinks) {
+  return make_args(query, key, value, attn_mask, sinks, std::nullopt, dropout_p, is_causal, scale, enable_gqa,
+                   window_left, window_right, query_offset, softcap);
 }
 
 /// Kernel of a public op: `function` is Result(const SdpaArgs&).
@@ -120,8 +133,7 @@ auto public_kernel(const at::Tensor& query, const at::Tensor& key, const at::Ten
                    std::optional<c10::SymInt> window_right, c10::SymInt query_offset, double softcap,
                    const OptionalTensor& sinks) {
   return function(public_args(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
-                              std::move(window_left), std::move(window_right), std::move(query_offset),
-                              softcap, sinks));
+                              window_left, window_right, query_offset, softcap, sinks));
 }
 
 /// As public_kernel; `function` is Result(DispatchKeySet, const SdpaArgs&).
@@ -132,8 +144,7 @@ auto public_kernel_with_keys(c10::DispatchKeySet keys, const at::Tensor& query, 
                              std::optional<c10::SymInt> window_left, std::optional<c10::SymInt> window_right,
                              c10::SymInt query_offset, double softcap, const OptionalTensor& sinks) {
   return function(keys, public_args(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
-                                    std::move(window_left), std::move(window_right), std::move(query_offset),
-                                    softcap, sinks));
+                                    window_left, window_right, query_offset, softcap, sinks));
 }
 
 /// Kernel of `_sdpa_forward`: `function` is SdpaOutputs(const SdpaArgs&, SideOutputs).
@@ -144,20 +155,8 @@ std::tuple<at::Tensor, at::Tensor, OptionalTensor, OptionalTensor> forward_kerne
     std::optional<double> scale, bool enable_gqa, std::optional<c10::SymInt> window_left,
     std::optional<c10::SymInt> window_right, c10::SymInt query_offset, double softcap, bool need_weights,
     bool need_key_mass) {
-  const SdpaArgs args{.query = query,
-                      .key = key,
-                      .value = value,
-                      .attn_mask = tensor_or_undefined(attn_mask),
-                      .sinks = tensor_or_undefined(sinks),
-                      .dropout_seed = tensor_or_undefined(dropout_seed),
-                      .dropout_p = dropout_p,
-                      .is_causal = is_causal,
-                      .scale = scale,
-                      .enable_gqa = enable_gqa,
-                      .window_left = std::move(window_left),
-                      .window_right = std::move(window_right),
-                      .query_offset = std::move(query_offset),
-                      .softcap = softcap};
+  const SdpaArgs args = make_args(query, key, value, attn_mask, sinks, dropout_seed, dropout_p, is_causal,
+                                  scale, enable_gqa, window_left, window_right, query_offset, softcap);
   return function(args, SideOutputs{need_weights, need_key_mass}).to_tuple();
 }
 
@@ -174,20 +173,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> backward_
     std::array<bool, 5> output_mask) {
   const SdpaOutputs grads{tensor_or_undefined(grad_output), tensor_or_undefined(grad_lse),
                           tensor_or_undefined(grad_weights), tensor_or_undefined(grad_key_mass)};
-  const SdpaArgs args{.query = query,
-                      .key = key,
-                      .value = value,
-                      .attn_mask = tensor_or_undefined(attn_mask),
-                      .sinks = tensor_or_undefined(sinks),
-                      .dropout_seed = tensor_or_undefined(dropout_seed),
-                      .dropout_p = dropout_p,
-                      .is_causal = is_causal,
-                      .scale = scale,
-                      .enable_gqa = enable_gqa,
-                      .window_left = std::move(window_left),
-                      .window_right = std::move(window_right),
-                      .query_offset = std::move(query_offset),
-                      .softcap = softcap};
+  const SdpaArgs args = make_args(query, key, value, attn_mask, sinks, dropout_seed, dropout_p, is_causal,
+                                  scale, enable_gqa, window_left, window_right, query_offset, softcap);
   return function(grads, args, output, lse, InputMask::from_array(output_mask)).to_tuple();
 }
 

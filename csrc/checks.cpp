@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cmath>
 
 namespace attn_ext {
@@ -223,6 +224,10 @@ void check_grads(const SdpaOutputs& grads, const SdpaSizes& sizes) {
   check_grad(grads.lse, "grad_lse", sizes.with_tail({sizes.query_len}));
   check_grad(grads.weights, "grad_weights", sizes.with_tail({sizes.query_len, sizes.key_len}));
   check_grad(grads.key_mass, "grad_key_mass", sizes.with_tail({sizes.key_len}));
+}
+
+int64_t clamp_distance(const c10::SymInt& distance) {
+  return std::clamp(distance.guard_int(__FILE__, __LINE__), -kFar, kFar);
 }
 
 at::ScalarType accumulation_dtype(at::ScalarType dtype) {

@@ -28,6 +28,12 @@ SdpaSizes check_args(const SdpaArgs& args);
 /// The gradients that come into a backward pass have the shape of what they are the gradient of.
 void check_grads(const SdpaOutputs& grads, const SdpaSizes& sizes);
 
+/// A distance that no sequence reaches: beyond it sums would overflow and mean nothing more.
+inline constexpr int64_t kFar = int64_t{1} << 60;
+
+/// An offset or a window as a plain number, within kFar.
+int64_t clamp_distance(const c10::SymInt& distance);
+
 /// float32, or float64 for float64 inputs: of every sum, and of lse.
 at::ScalarType accumulation_dtype(at::ScalarType dtype);
 

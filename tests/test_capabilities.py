@@ -10,7 +10,15 @@ import pytest
 import attn_ext
 
 TESTS = Path(__file__).parent
-NUMERICAL = ("test_forward.py", "test_backward.py", "test_dropout.py", "test_systems.py")
+NUMERICAL = (
+    "test_forward.py",
+    "test_backward.py",
+    "test_bits.py",
+    "test_derivatives.py",
+    "test_dropout.py",
+    "test_onnx.py",
+    "test_systems.py",
+)
 OTHERS = [name for name in attn_ext.available_cpu_capabilities() if name != attn_ext.cpu_capability()]
 
 

@@ -20,13 +20,6 @@ int64_t broadcast_size(int64_t a, int64_t b) {
   return a == 1 ? b : a;
 }
 
-/// A distance that no sequence reaches: beyond it sums would overflow and mean nothing more.
-constexpr int64_t kFar = int64_t{1} << 60;
-
-int64_t clamp_distance(const c10::SymInt& distance) {
-  return std::clamp(distance.guard_int(__FILE__, __LINE__), -kFar, kFar);
-}
-
 Band band_of(const SdpaArgs& args) {
   const int64_t offset = clamp_distance(args.query_offset);
   Band band;

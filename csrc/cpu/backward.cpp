@@ -6,6 +6,7 @@
 
 #include "../aten/sdpa_aten.h"
 #include "call.h"
+#include "fork.h"
 #include "tasks.h"
 
 namespace attn_ext::cpu {
@@ -102,6 +103,7 @@ at::Tensor in_shape_of(const at::Tensor& grad, const at::Tensor& input) {
 
 SdpaInputs backward_cpu(const SdpaOutputs& grads, const SdpaArgs& args, const at::Tensor& output,
                         const at::Tensor& lse, InputMask wanted) {
+  const OneThreadInForkedChild guard;
   const KernelTable* table = kernels_in_use();
   if (table == nullptr) {
     return backward_aten(grads, args, output, lse, wanted);

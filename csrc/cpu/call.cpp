@@ -10,15 +10,8 @@ namespace attn_ext::cpu {
 
 namespace {
 
-// A distance that no sequence reaches: beyond it sums would overflow and mean nothing more.
-constexpr int64_t kFar = int64_t{1} << 60;
-
 // Multiply-adds that one thread does in the time that it takes to wake another.
 constexpr double kSerialWork = 4e5;
-
-int64_t clamp_distance(const c10::SymInt& distance) {
-  return std::clamp(distance.guard_int(__FILE__, __LINE__), -kFar, kFar);
-}
 
 int64_t window_of(const std::optional<c10::SymInt>& window) {
   return window ? clamp_distance(*window) : -1;

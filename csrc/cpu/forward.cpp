@@ -7,6 +7,7 @@
 
 #include "../aten/sdpa_aten.h"
 #include "call.h"
+#include "fork.h"
 #include "tasks.h"
 
 namespace attn_ext::cpu {
@@ -39,6 +40,7 @@ void add_output(Inputs& inputs, ForwardParams& params, const at::Tensor& output)
 }
 
 SdpaOutputs forward_cpu(const SdpaArgs& args, SideOutputs wanted) {
+  const OneThreadInForkedChild guard;
   const KernelTable* table = kernels_in_use();
   if (table == nullptr) {
     return forward_aten(args, wanted);

@@ -1,5 +1,7 @@
-// The forward kernels against a plain double-precision loop, for every instruction set of this machine.
-// Inputs end at guard pages, scratch memory begins as NaN.
+// The forward kernels against a plain double-precision loop, on one instruction set after the other. Every
+// tensor lies between guard pages; what is not a tensor's own begins as NaN.
+#include <set>
+
 #include "support.h"
 
 namespace attn_ext::test {
@@ -10,7 +12,7 @@ struct Case {
   ScalarKind dtype = ScalarKind::kFloat32;
   int64_t batch = 1, query_heads = 2, key_heads = 2, query_len = 5, key_len = 7, head_dim = 8, value_dim = 8;
   cpu::ScoreRule rule;
-  const char* layout = "bhrc";
+  Placement placement;
   const char* mask = "";  // the dims it has, of "bhrc"; empty: none
   ScalarKind mask_kind = ScalarKind::kBool;
   double mask_density = 0.7;  // visible share
@@ -40,9 +42,9 @@ Inputs make_inputs(const Case& c, uint32_t seed) {
   std::normal_distribution<double> normal;
   const auto any = [&](int64_t n) { return static_cast<int64_t>(generator() % static_cast<uint64_t>(n)); };
   Inputs in;
-  in.query = Tensor(c.dtype, c.batch, c.query_heads, c.query_len, c.head_dim, c.layout);
-  in.key = Tensor(c.dtype, c.batch, c.key_heads, c.key_len, c.head_dim, c.layout);
-  in.value = Tensor(c.dtype, c.batch, c.key_heads, c.key_len, c.value_dim, c.layout);
+  in.query = Tensor(c.dtype, c.batch, c.query_heads, c.query_len, c.head_dim, c.placement);
+  in.key = Tensor(c.dtype, c.batch, c.key_heads, c.key_len, c.head_dim, c.placement);
+  in.value = Tensor(c.dtype, c.batch, c.key_heads, c.key_len, c.value_dim, c.placement);
   for (Tensor* t : {&in.query, &in.key, &in.value}) t->fill([&] { return normal(generator); });
   const double bad[] = {NAN, INFINITY, -INFINITY};
   for (int i = 0; i < c.poison_keys; ++i) {
@@ -55,7 +57,7 @@ Inputs make_inputs(const Case& c, uint32_t seed) {
   if (!dims.empty()) {
     const auto has = [&](char dim) { return dims.find(dim) != std::string::npos; };
     in.mask = Tensor(c.mask_kind, has('b') ? c.batch : 1, has('h') ? c.query_heads : 1,
-                     has('r') ? c.query_len : 1, has('c') ? c.key_len : 1);
+                     has('r') ? c.query_len : 1, has('c') ? c.key_len : 1, c.placement);
     in.mask.broadcast_ones();
     const auto visible = static_cast<int64_t>(c.mask_density * static_cast<double>(c.key_len));
     int64_t column = 0;
@@ -67,7 +69,7 @@ Inputs make_inputs(const Case& c, uint32_t seed) {
     });
   }
   if (c.sinks) {
-    in.sinks = Tensor(accumulator(c.dtype), 1, c.query_heads, 1, 1);
+    in.sinks = Tensor(accumulator(c.dtype), 1, c.query_heads, 1, 1, c.placement);
     in.sinks.fill([&] { return normal(generator) + 1; });
   }
   return in;
@@ -75,10 +77,14 @@ Inputs make_inputs(const Case& c, uint32_t seed) {
 
 cpu::ForwardParams make_params(const Case& c, const Inputs& in, Outputs& out) {
   const ScalarKind wide = accumulator(c.dtype);
-  out.output = Tensor(c.dtype, c.batch, c.query_heads, c.query_len, c.value_dim);
-  out.lse = Tensor(wide, c.batch, c.query_heads, 1, c.query_len);
-  if (c.weights) out.weights = Tensor(c.dtype, c.batch, c.query_heads, c.query_len, c.key_len);
-  if (c.key_mass) out.key_mass = Tensor(wide, c.batch, c.query_heads, 1, c.key_len);
+  const Placement dense{.edge = c.placement.edge};
+  out.output = Tensor(c.dtype, c.batch, c.query_heads, c.query_len, c.value_dim, dense);
+  out.lse = Tensor(wide, c.batch, c.query_heads, 1, c.query_len, dense);
+  if (c.weights) out.weights = Tensor(c.dtype, c.batch, c.query_heads, c.query_len, c.key_len, dense);
+  if (c.key_mass) {
+    out.key_mass = Tensor(wide, c.batch, c.query_heads, 1, c.key_len, dense);
+    out.key_mass.fill([] { return 0.0; });  // as callers do: where there are no rows, nothing is written
+  }
   cpu::ForwardParams p;
   p.shape = {c.dtype, c.batch, c.query_heads, c.key_heads, c.query_len, c.key_len, c.head_dim, c.value_dim};
   p.rule = c.rule;
@@ -202,6 +208,44 @@ void compare(const Case& c, const Inputs& in, const Outputs& out, const std::str
               name + " key mass " + std::to_string(j));
       }
     }
+  }
+}
+
+// A mask of another kind and shape for each n.
+void mask_in_turn(Case& c, int64_t n) {
+  constexpr const char* kDims[] = {"", "rc", "c", "bhrc", "r", "hrc", "bc"};
+  constexpr ScalarKind kKinds[] = {ScalarKind::kBool, ScalarKind::kFloat32, ScalarKind::kNone};
+  c.mask = kDims[n % 7];
+  c.mask_kind = kKinds[n % 3];
+}
+
+// Every size, small, of every dim, on every path, at the edges of memory.
+void add_sizes(std::vector<Case>& all) {
+  const auto add = [&](const char* name, int64_t n, const Placement& placement, int64_t lq, int64_t lk) {
+    Case c;
+    c.name = std::string(name) + " " + std::to_string(n) + ", " + placement.order + " " +
+             std::to_string(placement.gap) + " " + std::to_string(placement.step);
+    c.placement = placement;
+    c.rule.scale = 0.2;
+    c.query_len = lq, c.key_len = lk;
+    c.head_dim = size_in_turn(n, 2), c.value_dim = size_in_turn(n, 3);
+    c.key_heads = 1 + n % 2;
+    mask_in_turn(c, n);
+    c.sinks = n % 5 == 0;
+    all.push_back(c);
+    return &all.back();
+  };
+  for (int64_t n = 0; n < kSizes; ++n) {
+    for (const Placement& placement : placements_in_turn(n)) {
+      Case* rows = add("size of rows", n, placement, size_in_turn(n, 0), size_in_turn(n, 1));
+      rows->weights = n % 4 == 0;
+      rows->key_mass = n % 6 == 0;
+      add("size of decoding", n, placement, 1 + n % 4, size_in_turn(n, 1) + (n % 5 == 0 ? 250 : 0));
+    }
+    const Placement& placement = kPlacements[static_cast<size_t>(n) % std::size(kPlacements)];
+    Case* split = add("size of split", n, placement, 5 + n % 9, 2048 + size_in_turn(n, 1));
+    Case* online = add("size of online", n, placement, 33 + n % 5, 2048 + size_in_turn(n, 1));
+    for (Case* c : {split, online}) c->head_dim = 1 + c->head_dim % 18, c->value_dim = 1 + c->value_dim % 35;
   }
 }
 
@@ -449,13 +493,13 @@ std::vector<Case> cases() {
     add("layout", [&](Case& c) {
       sized(c, 45, 77, 20, 36);
       c.batch = 2;
-      c.layout = layout;
+      c.placement.order = layout;
       c.name = std::string("layout ") + layout;
     });
     add("layout", [&](Case& c) {
       sized(c, 3, 1177, 20, 36);
       c.batch = 2;
-      c.layout = layout;
+      c.placement.order = layout;
       c.name = std::string("layout split ") + layout;
     });
   }
@@ -494,22 +538,25 @@ std::vector<Case> cases() {
       });
     }
   }
+  add_sizes(all);
   return all;
 }
 
-void run_case(const NamedTable& isa, Case c, ScalarKind dtype) {
+std::set<cpu::ForwardPath> paths;  // that cases have taken
+
+void run_case(const cpu::KernelSet& isa, Case c, ScalarKind dtype) {
   c.dtype = dtype;
   if (c.mask_kind == ScalarKind::kNone) c.mask_kind = dtype;
   const Inputs in = make_inputs(c, 7);
   Outputs out;
   const cpu::ForwardParams params = make_params(c, in, out);
-  run_forward(*isa.table, params, c.threads);
+  paths.insert(run_forward(*isa.kernels, params, c.threads).path);
   static const char* const names[] = {"none", "float64", "float32", "bfloat16", "float16"};
   compare(c, in, out, std::string(isa.name) + " " + names[static_cast<int>(dtype)] + " " + c.name);
 }
 
 // The bits of a head's rows: alone, in a batch, beside other heads of its group, for any number of threads.
-void same_bits(const NamedTable& isa, ScalarKind dtype, int64_t lq, int64_t lk, bool causal) {
+void same_bits(const cpu::KernelSet& isa, ScalarKind dtype, int64_t lq, int64_t lk, bool causal) {
   Case c;
   c.dtype = dtype;
   c.batch = 3, c.query_heads = 4, c.key_heads = 2, c.query_len = lq, c.key_len = lk, c.head_dim = 20,
@@ -518,9 +565,9 @@ void same_bits(const NamedTable& isa, ScalarKind dtype, int64_t lq, int64_t lk, 
   if (causal) c.rule.window_right = 0, c.rule.query_offset = lk - lq;
   const Inputs in = make_inputs(c, 11);
   Outputs first, again, alone;
-  run_forward(*isa.table, make_params(c, in, first), 1);
+  run_forward(*isa.kernels, make_params(c, in, first), 1);
   for (const int threads : {2, 7, 64}) {
-    run_forward(*isa.table, make_params(c, in, again), threads);
+    run_forward(*isa.kernels, make_params(c, in, again), threads);
     const auto bytes = static_cast<size_t>(c.batch * c.query_heads * lq * c.value_dim * size_of(dtype));
     check(std::memcmp(first.output.view.data, again.output.view.data, bytes) == 0,
           std::string(isa.name) + " same bits, threads " + std::to_string(threads) + " Lq " +
@@ -536,7 +583,7 @@ void same_bits(const NamedTable& isa, ScalarKind dtype, int64_t lq, int64_t lk, 
   part.query.view.data = shift(in.query, h);
   part.key.view.data = shift(in.key, 1);
   part.value.view.data = shift(in.value, 1);
-  run_forward(*isa.table, make_params(single, part, alone), 1);
+  run_forward(*isa.kernels, make_params(single, part, alone), 1);
   check(std::memcmp(
             static_cast<char*>(first.output.view.data) + first.output.index(b, h, 0, 0) * size_of(dtype),
             alone.output.view.data, static_cast<size_t>(lq * c.value_dim * size_of(dtype))) == 0,
@@ -544,7 +591,7 @@ void same_bits(const NamedTable& isa, ScalarKind dtype, int64_t lq, int64_t lk, 
 }
 
 // Weights far below the smallest float16 or 2^-24 are still right to four digits.
-void small_weights(const NamedTable& isa) {
+void small_weights(const cpu::KernelSet& isa) {
   Case c;
   c.batch = c.query_heads = c.key_heads = 1;
   c.query_len = 40, c.key_len = 3, c.head_dim = 1, c.value_dim = 1;
@@ -554,7 +601,7 @@ void small_weights(const NamedTable& isa) {
   const double keys[] = {0, -60, -85};
   for (int64_t j = 0; j < 3; ++j) in.key.set(0, 0, j, 0, keys[j]);
   Outputs out;
-  run_forward(*isa.table, make_params(c, in, out), 1);
+  run_forward(*isa.kernels, make_params(c, in, out), 1);
   for (int64_t j = 0; j < 3; ++j) {
     const double want = std::exp(keys[j]);
     check(std::fabs(out.weights.at(0, 0, 0, j) / want - 1) < 1e-4, std::string(isa.name) + " small weight");
@@ -562,7 +609,7 @@ void small_weights(const NamedTable& isa) {
 }
 
 // A row whose bias is the lowest finite value everywhere is not dead: it attends to all keys alike.
-void lowest_bias(const NamedTable& isa) {
+void lowest_bias(const cpu::KernelSet& isa) {
   Case c;
   c.batch = c.query_heads = c.key_heads = 1;
   c.mask = "rc";
@@ -570,7 +617,7 @@ void lowest_bias(const NamedTable& isa) {
   Inputs in = make_inputs(c, 3);
   in.mask.fill([] { return -static_cast<double>(std::numeric_limits<float>::max()); });
   Outputs out;
-  run_forward(*isa.table, make_params(c, in, out), 1);
+  run_forward(*isa.kernels, make_params(c, in, out), 1);
   for (int64_t d = 0; d < c.value_dim; ++d) {
     double mean = 0;
     for (int64_t j = 0; j < c.key_len; ++j) mean += in.value.at(0, 0, j, d) / static_cast<double>(c.key_len);
@@ -580,32 +627,34 @@ void lowest_bias(const NamedTable& isa) {
         std::string(isa.name) + " lse of the lowest bias");
 }
 
+int64_t run_all(const cpu::KernelSet& isa, const std::string& part) {
+  constexpr ScalarKind kDtypes[] = {ScalarKind::kFloat64, ScalarKind::kFloat32, ScalarKind::kBFloat16,
+                                    ScalarKind::kFloat16};
+  int64_t count = 0;
+  for (const ScalarKind dtype : kDtypes) {
+    paths.clear();
+    for (const Case& c : cases()) {
+      if (c.name.find(part) == std::string::npos) continue;
+      run_case(isa, c, dtype);
+      ++count;
+    }
+    if (!part.empty()) continue;
+    check(paths.size() == 4, std::string(isa.name) + ": a path that no case takes");
+    for (const int64_t lq : {1, 5, 100}) {
+      for (const int64_t lk : {60, 300, 1100, 1700}) {
+        same_bits(isa, dtype, lq, lk, false);
+        same_bits(isa, dtype, lq, lk, true);
+      }
+    }
+  }
+  small_weights(isa);
+  lowest_bias(isa);
+  return count;
+}
+
 }  // namespace
 }  // namespace attn_ext::test
 
 int main(int argc, char** argv) {
-  using namespace attn_ext::test;
-  const ScalarKind dtypes[] = {ScalarKind::kFloat64, ScalarKind::kFloat32, ScalarKind::kBFloat16,
-                               ScalarKind::kFloat16};
-  for (const NamedTable& isa : runnable_tables()) {
-    if (argc > 1 && std::string(argv[1]) != isa.name) continue;
-    const int before = failures;
-    for (const ScalarKind dtype : dtypes) {
-      for (const Case& c : cases()) {
-        if (argc > 2 && c.name.find(argv[2]) == std::string::npos) continue;
-        run_case(isa, c, dtype);
-      }
-      for (const int64_t lq : {1, 5, 100}) {
-        for (const int64_t lk : {60, 300, 1100, 1700}) {
-          same_bits(isa, dtype, lq, lk, false);
-          same_bits(isa, dtype, lq, lk, true);
-        }
-      }
-    }
-    small_weights(isa);
-    lowest_bias(isa);
-    std::printf("%-12s %s\n", isa.name, failures == before ? "ok" : "FAILED");
-  }
-  std::printf("%d failures\n", failures);
-  return failures != 0;
+  return attn_ext::test::run_tests(argc, argv, attn_ext::test::run_all);
 }

@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -16,13 +17,13 @@
 #include <thread>
 #include <vector>
 
-#include "table.h"
+#include "kernel_sets.h"
 
 namespace attn_ext::test {
 
 using cpu::ScalarKind;
 
-inline int failures = 0;
+inline std::atomic<int> failures = 0;
 
 inline void check(bool ok, const std::string& what) {
   if (ok) return;
@@ -110,23 +111,29 @@ inline void write(ScalarKind kind, void* data, int64_t i, double x) {
   }
 }
 
-// Memory whose last byte is the last before a page that cannot be touched.
+enum class Edge { kEnd, kStart };
+
+// Memory between two pages that cannot be touched: its last byte is the last before a page, or its first byte
+// the first of one. What is not written holds NaN, true or -1.
 class GuardedMemory {
  public:
-  explicit GuardedMemory(int64_t bytes) {
+  explicit GuardedMemory(int64_t bytes, Edge edge = Edge::kEnd) {
     const int64_t page = sysconf(_SC_PAGESIZE);
     const int64_t body = (bytes + page - 1) / page * page;
-    mapped_ = static_cast<size_t>(body + page);
+    mapped_ = static_cast<size_t>(body + 2 * page);
     base_ = static_cast<char*>(
-        mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    if (base_ == MAP_FAILED || mprotect(base_ + body, static_cast<size_t>(page), PROT_NONE) != 0)
+        mmap(nullptr, mapped_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    if (base_ == MAP_FAILED ||
+        (body > 0 && mprotect(base_ + page, static_cast<size_t>(body), PROT_READ | PROT_WRITE) != 0)) {
       std::abort();
-    data_ = base_ + body - bytes;
+    }
+    std::memset(base_ + page, 0xff, static_cast<size_t>(body));
+    data_ = base_ + page + (edge == Edge::kEnd ? body - bytes : 0);
   }
   ~GuardedMemory() { munmap(base_, mapped_); }
   GuardedMemory(const GuardedMemory&) = delete;
   GuardedMemory& operator=(const GuardedMemory&) = delete;
-  void* data() const { return data_; }
+  char* data() const { return data_; }
 
  private:
   size_t mapped_;
@@ -134,8 +141,18 @@ class GuardedMemory {
   char* data_;
 };
 
-// A tensor of four dims, (batch, head, row, column), laid out in the order of `layout` ("bhrc" is dense
-// row-major). A size of 1 where the logical size is larger broadcasts: its stride is 0.
+// How a tensor lies in memory. `order` names its dims from the outermost to the innermost ("bhrc" is
+// row-major); neighbours in the innermost lie `step` apart, and `gap` elements follow each run of it but the
+// last.
+struct Placement {
+  const char* order = "bhrc";
+  int64_t gap = 0;
+  int64_t step = 1;
+  Edge edge = Edge::kEnd;
+};
+
+// A tensor of four dims, (batch, head, row, column), between guard pages. A size of 1 where the logical size
+// is larger broadcasts: its stride is 0.
 struct Tensor {
   ScalarKind kind = ScalarKind::kNone;
   int64_t sizes[4] = {0, 0, 0, 0};
@@ -144,15 +161,19 @@ struct Tensor {
 
   Tensor() = default;
   Tensor(ScalarKind k, int64_t batch, int64_t heads, int64_t rows, int64_t columns,
-         const char* layout = "bhrc")
+         const Placement& placement = {})
       : kind(k), sizes{batch, heads, rows, columns} {
-    int64_t strides[4], stride = 1;
+    int64_t strides[4], stride = placement.step, last = 0;
+    bool empty = false;
     for (int i = 3; i >= 0; --i) {
-      const int dim = layout[i] == 'b' ? 0 : layout[i] == 'h' ? 1 : layout[i] == 'r' ? 2 : 3;
+      const char name = placement.order[i];
+      const int dim = name == 'b' ? 0 : name == 'h' ? 1 : name == 'r' ? 2 : 3;
       strides[dim] = stride;
-      stride *= sizes[dim];
+      last += (sizes[dim] - 1) * stride;
+      stride = stride * sizes[dim] + (i == 3 ? placement.gap : 0);
+      empty = empty || sizes[dim] == 0;
     }
-    memory = std::make_shared<GuardedMemory>(stride * size_of(kind));
+    memory = std::make_shared<GuardedMemory>(empty ? 0 : (last + 1) * size_of(kind), placement.edge);
     view = {memory->data(), nullptr, strides[0], strides[1], strides[2], strides[3]};
     if (batch == 1) view.batch_stride = 0;
     if (heads == 1) view.head_stride = 0;
@@ -215,77 +236,118 @@ inline int dtype_row(ScalarKind kind) {
   }
 }
 
-struct AlignedMemory {
-  explicit AlignedMemory(int64_t bytes)
-      : data(std::aligned_alloc(64, static_cast<size_t>((bytes + 127) / 64 * 64))) {
-    std::memset(data, 0xff,
-                static_cast<size_t>((bytes + 127) / 64 * 64));  // NaN: what is not written must not matter
-  }
-  ~AlignedMemory() { std::free(data); }
-  AlignedMemory(const AlignedMemory&) = delete;
-  AlignedMemory& operator=(const AlignedMemory&) = delete;
-  void* data;
+// Memory as kernels are given it to work in: aligned, full of NaN, and ending (but for that) at a guard page.
+struct ScratchMemory {
+  explicit ScratchMemory(int64_t bytes) : memory((bytes + 63) / 64 * 64) {}
+  char* data() const { return memory.data(); }
+  GuardedMemory memory;
 };
 
-// The rounds of a forward call, as if by `threads` threads; tasks are taken from both ends to mix up their
-// order.
+// function(task, slot) for every task, as if by `threads` threads: by threads indeed where ThreadSanitizer
+// looks on, else one after the other from both ends, to mix up their order.
+template <typename Function>
+void run_tasks(int64_t count, int threads, Function function) {
+#if defined(__SANITIZE_THREAD__)
+  std::atomic<int64_t> next{0};
+  std::vector<std::thread> team;
+  for (int slot = 0; slot < threads; ++slot) {
+    team.emplace_back([&next, count, slot, &function] {
+      for (int64_t task = next++; task < count; task = next++) function(task, slot);
+    });
+  }
+  for (std::thread& thread : team) thread.join();
+#else
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t task = threads == 1 ? i : i % 2 ? count - 1 - i / 2 : i / 2;
+    function(task, static_cast<int>(i % threads));
+  }
+#endif
+}
+
+// The memory of a call, a piece of it for each thread.
+class CallMemory {
+ public:
+  CallMemory(int64_t shared_bytes, int64_t thread_bytes, int threads) : shared_(shared_bytes) {
+    check(thread_bytes % 64 == 0, "threads' memory is aligned");
+    for (int slot = 0; slot < threads; ++slot) own_.push_back(std::make_unique<ScratchMemory>(thread_bytes));
+  }
+  char* shared() const { return shared_.data(); }
+  char* own(int slot) const { return own_[static_cast<size_t>(slot)]->data(); }
+
+ private:
+  ScratchMemory shared_;
+  std::vector<std::unique_ptr<ScratchMemory>> own_;
+};
+
 inline cpu::ForwardPlan run_forward(const cpu::KernelTable& table, const cpu::ForwardParams& params,
                                     int threads) {
   const cpu::ForwardKernels& kernels = table.forward[dtype_row(params.shape.dtype)];
   cpu::ForwardPlan plan{};
   kernels.plan(params, threads, plan);
-  AlignedMemory shared(plan.shared_bytes), scratch(plan.thread_bytes);
-  const auto order = [&](int64_t i, int64_t count) {
-    return threads > 1 && i % 2 ? count - 1 - i / 2 : threads > 1 ? i / 2 : i;
-  };
-  for (int64_t i = 0; i < plan.pack_tasks; ++i)
-    kernels.pack(params, plan, order(i, plan.pack_tasks), shared.data);
-  for (int64_t i = 0; i < plan.run_tasks; ++i) {
-    kernels.run(params, plan, order(i, plan.run_tasks), shared.data, scratch.data);
-  }
-  for (int64_t i = 0; i < plan.finish_tasks; ++i) {
-    kernels.finish(params, plan, order(i, plan.finish_tasks), shared.data, scratch.data);
-  }
+  const CallMemory memory(plan.shared_bytes, plan.thread_bytes, threads);
+  run_tasks(plan.pack_tasks, threads,
+            [&](int64_t task, int) { kernels.pack(params, plan, task, memory.shared()); });
+  run_tasks(plan.run_tasks, threads, [&](int64_t task, int slot) {
+    kernels.run(params, plan, task, memory.shared(), memory.own(slot));
+  });
+  run_tasks(plan.finish_tasks, threads, [&](int64_t task, int slot) {
+    kernels.finish(params, plan, task, memory.shared(), memory.own(slot));
+  });
   return plan;
 }
 
-// The same for a backward call.
-inline cpu::BackwardPlan run_backward(const cpu::KernelTable& table, const cpu::BackwardParams& params,
-                                      int threads) {
+inline void run_backward(const cpu::KernelTable& table, const cpu::BackwardParams& params, int threads) {
   const cpu::BackwardKernels& kernels = table.backward[dtype_row(params.shape.dtype)];
   cpu::BackwardPlan plan{};
   kernels.plan(params, threads, plan);
-  AlignedMemory shared(plan.shared_bytes), scratch(plan.thread_bytes);
+  const CallMemory memory(plan.shared_bytes, plan.thread_bytes, threads);
   for (int64_t round = 0; round < plan.rounds; ++round) {
-    const int64_t count = kernels.tasks(plan, round);
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t task = threads == 1 ? i : i % 2 ? count - 1 - i / 2 : i / 2;
-      kernels.run(params, plan, round, task, shared.data, scratch.data);
-    }
+    run_tasks(kernels.tasks(plan, round), threads, [&](int64_t task, int slot) {
+      kernels.run(params, plan, round, task, memory.shared(), memory.own(slot));
+    });
   }
-  return plan;
 }
 
-struct NamedTable {
-  const char* name;
-  const cpu::KernelTable* table;
+// Of small cases that together go through every size: the size of dim `dim` (0 to 3) in case n of [0,
+// kSizes), each of 1 to kSizes once.
+constexpr int64_t kSizes = 70;
+
+inline int64_t size_in_turn(int64_t n, int dim) {
+  constexpr int64_t kSteps[] = {1, 13, 31, 47};  // prime to kSizes
+  return 1 + (n * kSteps[dim] + 17 * dim) % kSizes;
+}
+
+inline const Placement kPlacements[] = {
+    {"bhrc", 0, 1, Edge::kEnd},   {"bhrc", 0, 1, Edge::kStart}, {"bhrc", 3, 1, Edge::kEnd},
+    {"bhrc", 5, 1, Edge::kStart}, {"bhrc", 0, 2, Edge::kEnd},   {"bhrc", 1, 3, Edge::kStart},
+    {"bhcr", 0, 1, Edge::kEnd},   {"bhcr", 2, 1, Edge::kStart}, {"brhc", 1, 1, Edge::kEnd},
+    {"brhc", 0, 1, Edge::kStart}, {"crbh", 1, 1, Edge::kEnd},   {"chbr", 0, 2, Edge::kStart},
 };
 
-// The instruction sets that this machine can run.
-inline std::vector<NamedTable> runnable_tables() {
-  std::vector<NamedTable> tables = {{"baseline", &cpu::baseline::kKernels}};
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-    tables.push_back({"avx2", &cpu::avx2::kKernels});
+// Half of them, at both edges.
+inline std::vector<Placement> placements_in_turn(int64_t n) {
+  std::vector<Placement> chosen;
+  for (size_t i = 0; i < std::size(kPlacements); ++i) {
+    if ((static_cast<int64_t>(i / 2) + n) % 2 == 0) chosen.push_back(kPlacements[i]);
   }
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-    tables.push_back({"avx512", &cpu::avx512::kKernels});
-    if (__builtin_cpu_supports("avx512bf16")) tables.push_back({"avx512_bf16", &cpu::avx512_bf16::kKernels});
+  return chosen;
+}
+
+inline constexpr int kSkipped = 77;  // what ctest takes for "cannot be run here"
+
+// The tests of both programs: PROGRAM CAPABILITY [part of a case's name].
+template <typename Test>
+int run_tests(int argc, char** argv, Test test) {
+  const std::string wanted = argc > 1 ? argv[1] : "all", part = argc > 2 ? argv[2] : "";
+  bool any = false;
+  for (const cpu::KernelSet& set : cpu::supported_kernel_sets()) {
+    if (wanted != "all" && wanted != set.name) continue;
+    any = true;
+    const int64_t cases = test(set, part);
+    std::printf("%s: %ld cases, %d failures\n", set.name, static_cast<long>(cases), failures.load());
   }
-#endif
-  return tables;
+  if (!any) std::printf("this processor cannot run %s\n", wanted.c_str());
+  return !any ? kSkipped : failures != 0;
 }
 
 }  // namespace attn_ext::test

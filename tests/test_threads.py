@@ -1,0 +1,189 @@
+"""Calls from several threads at once, and in the children of a fork."""
+
+import multiprocessing
+import threading
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+import attn_ext
+from attn_ext.testing import DTYPES
+
+# (batch, heads, Lq, Lk, D): large enough for several threads, on every path of the forward
+SHAPES = [(2, 4, 150, 150, 32), (1, 3, 80, 1500, 20), (2, 4, 20, 2500, 24), (4, 8, 1, 3000, 16)]
+OPTIONS = [{}, {"is_causal": True, "query_offset": 7}, {"softcap": 3.0}, {"window_left": 100}]
+HANGS_AFTER = 120  # seconds; the work itself takes less than one
+
+
+def make_jobs() -> list:
+    """Calls of forward and backward, of every shape and dtype."""
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    jobs = []
+    for (batch, heads, lq, lk, d), options in zip(SHAPES, OPTIONS, strict=True):
+        for dtype in DTYPES:
+            inputs = [normal(batch, heads, length, d, dtype=dtype) for length in (lq, lk, lk)]
+            bias = normal(lq, lk, dtype=dtype)
+            grad = normal(batch, heads, lq, d, dtype=dtype)
+            jobs.append(([*inputs, bias], grad, options))
+    return jobs
+
+
+def work(job) -> list[Tensor]:
+    """Output, and the gradients of query, key, value and bias."""
+    tensors, grad, options = job
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    output = attn_ext.sdpa(*leaves, **options)
+    return [output.detach(), *torch.autograd.grad(output, leaves, grad)]
+
+
+def assert_same_bits(actual: list[list[Tensor]], expected: list[list[Tensor]]) -> None:
+    for a, e in zip(actual, expected, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, e, strict=True))
+
+
+@pytest.fixture(scope="module")
+def jobs() -> list:
+    return make_jobs()
+
+
+@pytest.fixture(scope="module")
+def expected(jobs) -> list[list[Tensor]]:
+    return [work(job) for job in jobs]
+
+
+def test_python_threads_get_the_bits_of_calls_in_turn(jobs, expected):
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            assert_same_bits(list(pool.map(work, jobs)), expected)
+
+
+def test_python_threads_that_do_the_same_call_at_the_same_moment(jobs, expected):
+    together = threading.Barrier(4)
+
+    def start_together(job):
+        together.wait()
+        return work(job)
+
+    with ThreadPoolExecutor(4) as pool:
+        for job, answer in zip(jobs, expected, strict=True):
+            assert_same_bits(list(pool.map(start_together, [job] * 4)), [answer] * 4)
+
+
+def test_python_threads_with_other_numbers_of_threads(jobs, expected):
+    def start(threads: int) -> None:
+        torch.set_num_threads(threads)
+        results[threads] = [work(job) for job in jobs]
+
+    before = torch.get_num_threads()
+    results: dict[int, list[list[Tensor]]] = {}
+    team = [threading.Thread(target=start, args=(threads,)) for threads in (1, 2, 3, 8)]
+    try:
+        for thread in team:
+            thread.start()
+        for thread in team:
+            thread.join()
+    finally:
+        torch.set_num_threads(before)
+    assert len(results) == 4
+    for result in results.values():
+        assert_same_bits(result, expected)
+
+
+def test_tasks_of_the_interpreter_s_own_threads(jobs, expected):
+    def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+        return torch.ops.attn_ext.sdpa(query, key, value, bias)
+
+    @torch.jit.script
+    def fork(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> list[Tensor]:
+        waiting = [torch.jit.fork(attend, query, key, value, bias) for _ in range(6)]
+        return [torch.jit.wait(task) for task in waiting]
+
+    for (tensors, _, options), answer in zip(jobs, expected, strict=True):
+        if not options:
+            assert all(torch.equal(output, answer[0]) for output in fork(*tensors))
+
+
+# fork
+
+
+def raw(results: list[list[Tensor]]) -> list[list[bytes]]:
+    return [[t.contiguous().view(torch.uint8).numpy().tobytes() for t in result] for result in results]
+
+
+def in_child(function) -> list:
+    """What `function` returns in a child process made by fork, which must end."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork while there are threads
+        child = context.Process(target=lambda: sender.send(function()))
+        child.start()
+    try:
+        assert receiver.poll(HANGS_AFTER), "the child hangs"
+        return receiver.recv()
+    finally:
+        child.kill()
+        child.join()
+
+
+def test_a_fork_s_child_gets_the_same_bits_and_does_not_hang(jobs, expected):
+    assert in_child(lambda: raw([work(job) for job in jobs])) == raw(expected)
+    assert_same_bits([work(job) for job in jobs], expected)
+
+
+def test_a_fork_in_a_fork_s_child(jobs, expected):
+    assert in_child(lambda: in_child(lambda: raw([work(jobs[1])]))) == raw(expected[1:2])
+
+
+def test_a_fork_while_other_threads_are_at_work(jobs, expected):
+    stop = threading.Event()
+
+    def keep_working() -> None:
+        while not stop.is_set():
+            work(jobs[1])
+
+    busy = threading.Thread(target=keep_working)
+    busy.start()
+    try:
+        for _ in range(3):
+            time.sleep(0.02)
+            assert in_child(lambda: raw([work(jobs[1])])) == raw(expected[1:2])
+    finally:
+        stop.set()
+        busy.join()
+
+
+class Jobs(torch.utils.data.Dataset):
+    """A data set whose samples are worked out with the operator."""
+
+    def __init__(self, jobs: list) -> None:
+        self.jobs = jobs
+
+    def __len__(self) -> int:
+        return len(self.jobs)
+
+    def __getitem__(self, index: int) -> list[Tensor]:
+        return work(self.jobs[index])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_data_loader_workers(workers, jobs, expected):
+    loader = torch.utils.data.DataLoader(
+        Jobs(jobs),
+        batch_size=None,
+        num_workers=workers,
+        multiprocessing_context="fork",
+        timeout=HANGS_AFTER,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        results = [[t.clone() for t in result] for result in loader]
+    assert_same_bits(results, expected)
