@@ -152,6 +152,28 @@ void write_scaled_row(const typename S::Accum* from, typename S::Element* to, in
   if (c < count) store_element_partial(to + c, load(from + c) * scale, count - c);
 }
 
+// A row (depth) against as many other rows as a vector has lanes. Those `ahead` operands further on are asked
+// for meanwhile: short pieces of many rows are not what a processor guesses by itself.
+template <typename Product>
+inline void dot_lanes(const typename Product::Operand* row, const typename Product::Operand* others,
+                      int64_t stride, int64_t depth, int64_t ahead, typename Product::Accum* out) {
+  using Accum = typename Product::Accum;
+  using Operand = typename Product::Operand;
+  constexpr int kWidth = kLanes<Accum>;
+  Vec<Accum> sums[kWidth] = {};
+  for (int64_t k = 0; k < depth; k += kWidth) {
+    const Vec<Operand> left = load(row + k);
+#pragma GCC unroll 16
+    for (int j = 0; j < kWidth; ++j) {
+      Vec<Operand> right;
+      memcpy(&right, others + j * stride + k, sizeof(right));
+      if (ahead != 0) __builtin_prefetch(others + j * stride + k + ahead);
+      sums[j] = Product::step(left, right, sums[j]);
+    }
+  }
+  store(out, lane_sums<Accum>(sums));
+}
+
 template <typename S>
 class DecodeBlock {
  public:
@@ -311,16 +333,15 @@ const typename S::Accum* DecodeBlock<S>::float_rows(const Matrix<Element>& key, 
   }
 }
 
-// out (rows, kStepKeys) = left (rows, depth) . right (kStepKeys, depth)^T. What lies a step further on is
-// asked for meanwhile: short pieces of many rows are not what a processor guesses by itself.
+// out (rows, kStepKeys) = left (rows, depth) . right (kStepKeys, depth)^T
 template <typename S>
 void DecodeBlock<S>::multiply_rows(const Operand* left, int64_t left_stride, const OperandRows& right,
                                    T* out) const {
   for (int64_t r = 0; r < rows_; ++r) {
     const int64_t ahead = r == 0 && right.in_place ? kStepKeys * right.stride : 0;
     for (int64_t j = 0; j < kStepKeys; j += S::kLane) {
-      dot_rows<Product>(left + r * left_stride, right.data + j * right.stride, right.stride, left_stride,
-                        ahead, out + r * kStepKeys + j);
+      dot_lanes<Product>(left + r * left_stride, right.data + j * right.stride, right.stride, left_stride,
+                         ahead, out + r * kStepKeys + j);
     }
   }
 }
