@@ -4,6 +4,7 @@
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 sanitize="${1-address,undefined}"
+[[ "$sanitize" != none ]] || sanitize=""
 build="$root/build/csrc${sanitize:+-${sanitize//,/-}}"
 jobs="$(nproc)"
 

@@ -243,7 +243,7 @@ void add_sizes(std::vector<Case>& all) {
       add("size of decoding", n, placement, 1 + n % 4, size_in_turn(n, 1) + (n % 5 == 0 ? 250 : 0));
     }
     const Placement& placement = kPlacements[static_cast<size_t>(n) % std::size(kPlacements)];
-    Case* split = add("size of split", n, placement, 5 + n % 9, 2048 + size_in_turn(n, 1));
+    Case* split = add("size of split", n, placement, 17 + n % 9, 2048 + size_in_turn(n, 1));
     Case* online = add("size of online", n, placement, 33 + n % 5, 2048 + size_in_turn(n, 1));
     for (Case* c : {split, online}) c->head_dim = 1 + c->head_dim % 18, c->value_dim = 1 + c->value_dim % 35;
   }
@@ -299,7 +299,7 @@ std::vector<Case> cases() {
     c.threads = 16;
   });
   add("split", [&](Case& c) {
-    sized(c, 7, 2085, 24, 40);
+    sized(c, 19, 2085, 24, 40);
     c.query_heads = 6;
     c.batch = 2;
   });
@@ -342,7 +342,7 @@ std::vector<Case> cases() {
     c.rule.query_offset = 700;
   });
   add("window split", [&](Case& c) {
-    sized(c, 4, 1400, 8, 8);
+    sized(c, 18, 1400, 8, 8);
     c.rule.window_left = 40;
     c.rule.window_right = 0;
     c.rule.query_offset = 700;
@@ -407,7 +407,7 @@ std::vector<Case> cases() {
     c.weights = true;
   });
   add("everything masked, split", [&](Case& c) {
-    sized(c, 4, 1900, 8, 8);
+    sized(c, 17, 1900, 8, 8);
     c.mask = "rc";
     c.mask_density = 0;
   });
@@ -445,7 +445,7 @@ std::vector<Case> cases() {
     c.sinks = true;
   });
   add("sinks split", [&](Case& c) {
-    sized(c, 3, 1090, 8, 8);
+    sized(c, 20, 1090, 8, 8);
     c.sinks = true;
   });
   add("dropout", [&](Case& c) {
@@ -462,7 +462,7 @@ std::vector<Case> cases() {
     c.rule.query_offset = 1300;
   });
   add("dropout split", [&](Case& c) {
-    sized(c, 2, 1333, 8, 8);
+    sized(c, 21, 1333, 8, 8);
     c.query_heads = 4;
     c.dropout = 0.3;
   });
@@ -497,14 +497,14 @@ std::vector<Case> cases() {
       c.name = std::string("layout ") + layout;
     });
     add("layout", [&](Case& c) {
-      sized(c, 3, 1177, 20, 36);
+      sized(c, 23, 1177, 20, 36);
       c.batch = 2;
       c.placement.order = layout;
       c.name = std::string("layout split ") + layout;
     });
   }
   for (const int64_t lk : {90, 1300}) {
-    for (const int64_t lq : {3, 60}) {
+    for (const int64_t lq : {3, 25, 60}) {
       const std::string size = std::to_string(lq) + "x" + std::to_string(lk);
       add("", [&](Case& c) {
         sized(c, lq, lk, 8, 20);
