@@ -243,9 +243,11 @@ void add_sizes(std::vector<Case>& all) {
       add("size of decoding", n, placement, 1 + n % 4, size_in_turn(n, 1) + (n % 5 == 0 ? 250 : 0));
     }
     const Placement& placement = kPlacements[static_cast<size_t>(n) % std::size(kPlacements)];
-    Case* split = add("size of split", n, placement, 17 + n % 9, 2048 + size_in_turn(n, 1));
-    Case* online = add("size of online", n, placement, 33 + n % 5, 2048 + size_in_turn(n, 1));
-    for (Case* c : {split, online}) c->head_dim = 1 + c->head_dim % 18, c->value_dim = 1 + c->value_dim % 35;
+    for (const char* name : {"size of split", "size of online"}) {
+      const int64_t rows = name == std::string("size of split") ? 17 + n % 9 : 33 + n % 5;
+      Case* c = add(name, n, placement, rows, 2048 + size_in_turn(n, 1));
+      c->head_dim = 1 + c->head_dim % 18, c->value_dim = 1 + c->value_dim % 35;
+    }
   }
 }
 

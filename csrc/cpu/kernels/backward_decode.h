@@ -342,9 +342,8 @@ void DecodeBlock<S>::finish_scores(KeyRange keys) {
       with_mask_type<Element>(rule.mask_kind, [&](auto tag) {
         using M = typename decltype(tag)::Type;
         const M* mask = row_pointer<const M>(rule.mask, batch_, head_of(r), query_of(r));
-        mask_span<T, true>(scores, 0, kStepKeys, mask + keys.begin * rule.mask.column_stride,
-                           rule.mask.column_stride, keys.end - keys.begin,
-                           scale_here ? units_.scale : static_cast<T>(1));
+        mask_span(scores, 0, kStepKeys, mask + keys.begin * rule.mask.column_stride, rule.mask.column_stride,
+                  keys.end - keys.begin, scale_here ? units_.scale : static_cast<T>(1));
       });
     }
     const KeyRange seen = intersect(window_keys(rule, params_.shape.key_len, query_of(r)), keys);

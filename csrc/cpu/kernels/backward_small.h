@@ -265,8 +265,8 @@ void SmallUnit<S>::finish_scores(int64_t row, T* scores) {
   if (has_bias(rule) || (rule.mask_kind == ScalarKind::kBool && rule.mask.column_stride != 0)) {
     with_mask_type<Element>(rule.mask_kind, [&](auto tag) {
       using M = typename decltype(tag)::Type;
-      mask_span<T, true>(scores, 0, stride_, row_pointer<const M>(rule.mask, batch_, head_, row),
-                         rule.mask.column_stride, keys_, scale_here ? units_.scale : static_cast<T>(1));
+      mask_span(scores, 0, stride_, row_pointer<const M>(rule.mask, batch_, head_, row),
+                rule.mask.column_stride, keys_, scale_here ? units_.scale : static_cast<T>(1));
     });
   }
   const Vec<T> tail = load(scores + last);

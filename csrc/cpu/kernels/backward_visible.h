@@ -106,12 +106,15 @@ bool BackwardTile<S>::cell_is_live(int64_t cell, int64_t panel) const {
   return seen;
 }
 
+// As apply_mask does it: bounded, so that a bias near the lowest finite value masks but leaves no row dead.
 template <typename T, typename M>
 ATTN_EXT_INLINE Vec<T> bias_lanes(const M* mask) {
   if constexpr (std::is_same_v<M, uint8_t>) {
     return keep_flagged<T>(Vec<T>{}, mask);
   } else {
-    return to_log2_units<T>(load_bias<T>(mask), static_cast<T>(kLog2E));
+    const Vec<T> bias = load_bias<T>(mask);
+    const Vec<T> bounded = maximum(broadcast(-FloatFormat<T>::kLargest), bias * static_cast<T>(kLog2E));
+    return bias == broadcast(-kInfinity<T>) ? bias : bounded;
   }
 }
 

@@ -93,7 +93,7 @@ class QueryBlock {
         s_(scratch),
         packed_(packed),
         batch_(batch),
-        units_(is_biased(params.rule) ? biased_score_units<T>(params.rule) : score_units<T>(params.rule)) {}
+        units_(score_units<T>(params.rule)) {}
   QueryBlock(const QueryBlock&) = delete;
   QueryBlock& operator=(const QueryBlock&) = delete;
 

@@ -62,8 +62,8 @@ void QueryBlock<S>::limit_rows() {
     }
     s_.row_keys[r] = intersect(s_.row_keys[r], padding);
   }
-  mask_in_tile_ = mask_by_key_ && rule.mask.column_stride == 1 && !units_.scale_first &&
-                  plan_.path != ForwardPath::kDecode;
+  mask_in_tile_ = mask_by_key_ && rule.mask.column_stride == 1 && units_.softcap == 0 &&
+                  (!is_bool || !units_.scale_first) && plan_.path != ForwardPath::kDecode;
 }
 
 // False: no row sees any of these keys.
@@ -169,6 +169,9 @@ void QueryBlock<S>::scores_masked(int64_t tile, KeyRange span, const TileArgs<Pr
 // Scales, caps, masks, and puts -inf wherever a tile has computed a score that its row does not see.
 template <typename S>
 void QueryBlock<S>::mask(int64_t group) {
+  // A bias is added by the multiply-add that scales, if nothing has to happen in between.
+  const bool scaled_by_mask =
+      mask_by_key_ && params_.rule.mask_kind != ScalarKind::kBool && units_.softcap == 0;
   const bool changes_scores = mask_by_key_ || units_.scale_first;
   for (int64_t r = group; r < group + group_rows(group); ++r) {
     const KeyRange computed = aligned(tile_span(r));
@@ -176,7 +179,7 @@ void QueryBlock<S>::mask(int64_t group) {
     T* row = score_row(group, r);
     if (changes_scores) {
       each_run(computed, [&](int64_t begin, int64_t end) {
-        if (units_.scale_first) scale_span(row, begin, end, units_);
+        if (units_.scale_first && !scaled_by_mask) scale_span(row, begin, end, units_);
         if (!mask_by_key_) return;
         KeyRange done = masked_panels(r, {begin, end});
         mask_row(r, row, begin, done.begin);
@@ -201,7 +204,7 @@ void QueryBlock<S>::mask_row(int64_t r, T* row, int64_t begin, int64_t end) cons
     const TensorView& view = params_.rule.mask;
     const M* mask = row_pointer<const M>(view, batch_, s_.row_head[r], s_.row_index[r]);
     mask_span<T>(row, begin, end, mask + block_key_ * view.column_stride, view.column_stride,
-                 params_.shape.key_len - block_key_, units_.scale_first ? static_cast<T>(1) : units_.scale);
+                 params_.shape.key_len - block_key_, units_.softcap == 0 ? units_.scale : static_cast<T>(1));
   });
 }
 

@@ -104,7 +104,7 @@ void QueryBlock<S>::softmax(int64_t group, bool narrow) {
   for (int64_t r = 0; r < kGroupRows; r += S::kLane) {
     const Vec<T> old_max = load(s_.row_max + group + r);
     // A NaN shows in its weight; in the row max it would hide that others are masked out.
-    const Vec<T> scaled = to_log2_units<T>(load(top + r), units_.softmax_scale);
+    const Vec<T> scaled = load(top + r) * units_.softmax_scale;
     const Vec<T> new_max = maximum(old_max, scaled == scaled ? scaled : Vec<T>{});
     const Vec<T> origin = new_max == -kInfinity<T> ? Vec<T>{} : new_max;  // a row that has seen nothing yet
     const Vec<T> carry = old_max == new_max ? broadcast(static_cast<T>(1)) : exp2<T>(old_max - origin);
@@ -129,7 +129,7 @@ void QueryBlock<S>::exponentials(int64_t group, bool narrow) {
     const T scale = rounds_first ? static_cast<T>(1) : units_.softmax_scale;
     Vec<T> sum = {};
     each_run(aligned(tile_span(r)), [&](int64_t begin, int64_t end) {
-      if (rounds_first) to_log2_units_span(row, begin, end, units_.softmax_scale);
+      if (rounds_first) scale_span(row, begin, end, units_);
       if constexpr (S::kNarrow) {
         if (narrow) {
           sum = exp_span_narrow<S::kExpDegree>(row, begin, end, scale, origin, sum);

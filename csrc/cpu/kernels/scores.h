@@ -36,18 +36,6 @@ ATTN_EXT_INLINE ScoreUnits<T> score_units(const ScoreRule& rule) {
   return units;
 }
 
-// The same with a bias: scores stay in the bias's own unit, so that one multiply-add makes them, and the
-// softmax pass, which multiplies anyway, brings in log2 e.
-template <typename T>
-ATTN_EXT_INLINE ScoreUnits<T> biased_score_units(const ScoreRule& rule) {
-  ScoreUnits<T> units;
-  units.scale_first = rule.softcap > 0;
-  units.scale = static_cast<T>(rule.softcap > 0 ? rule.scale / rule.softcap : rule.scale);
-  units.softcap = static_cast<T>(rule.softcap);
-  units.softmax_scale = static_cast<T>(kLog2E);
-  return units;
-}
-
 template <typename T>
 inline void scale_span(T* scores, int64_t begin, int64_t end, const ScoreUnits<T>& units) {
   const Vec<T> scale = broadcast(units.scale);
@@ -100,43 +88,29 @@ ATTN_EXT_INLINE Vec<T> load_bias(const M* mask) {
   }
 }
 
-// In units of log2. A bias near the lowest finite value is a way of masking, but a row of
-// nothing else is not dead: stay finite.
-template <typename T>
-ATTN_EXT_INLINE Vec<T> to_log2_units(Vec<T> s, T softmax_scale) {
-  const Vec<T> scaled = s * softmax_scale;
-  return s == broadcast(-kInfinity<T>) ? s : maximum(broadcast(-FloatFormat<T>::kLargest), scaled);
-}
-
-template <typename T>
-inline void to_log2_units_span(T* scores, int64_t begin, int64_t end, T softmax_scale) {
-  for (int64_t j = begin; j < end; j += kLanes<T>) {
-    store(scores + j, to_log2_units<T>(load(scores + j), softmax_scale));
-  }
-}
-
-// scale s + mask, or -inf; a bias is brought to units of log2 if the scores are in them.
-template <bool Log2Units, typename T, typename M>
+template <typename T, typename M>
 ATTN_EXT_INLINE Vec<T> apply_mask(Vec<T> s, const M* mask, Vec<T> scale) {
   if constexpr (std::is_same_v<M, uint8_t>) {
     return keep_flagged<T>(s, mask);
   } else {
     const Vec<T> bias = load_bias<T>(mask);
-    const Vec<T> added = Log2Units ? to_log2_units<T>(bias, static_cast<T>(kLog2E)) : bias;
-    return bias == broadcast(-kInfinity<T>) ? bias : multiply_add(s, scale, added);
+    // A bias near the lowest finite value is a way of masking, but a row of nothing else is not dead: stay
+    // finite.
+    const Vec<T> bounded = maximum(broadcast(-FloatFormat<T>::kLargest), bias * static_cast<T>(kLog2E));
+    return bias == broadcast(-kInfinity<T>) ? bias : multiply_add(s, scale, bounded);
   }
 }
 
 // S = scale s + mask; mask[j * stride] belongs to scores[j]. Elements from `present` on do not exist: what is
 // masked there does not matter, since no row sees it. A bool mask leaves the scale to others.
-template <typename T, bool Log2Units = false, typename M>
+template <typename T, typename M>
 void mask_span(T* scores, int64_t begin, int64_t end, const M* mask, int64_t stride, int64_t present,
                T scale) {
   const Vec<T> factor = broadcast(scale);
   int64_t j = begin;
   if (stride == 1) {
     for (; j < end && j + kLanes<T> <= present; j += kLanes<T>) {
-      store(scores + j, apply_mask<Log2Units, T>(load(scores + j), mask + j, factor));
+      store(scores + j, apply_mask<T>(load(scores + j), mask + j, factor));
     }
   }
   for (; j < end; j += kLanes<T>) {
@@ -147,7 +121,7 @@ void mask_span(T* scores, int64_t begin, int64_t end, const M* mask, int64_t str
     } else {
       for (int64_t i = 0; i < count; ++i) gathered[i] = mask[(j + i) * stride];
     }
-    store(scores + j, apply_mask<Log2Units, T>(load(scores + j), gathered, factor));
+    store(scores + j, apply_mask<T>(load(scores + j), gathered, factor));
   }
 }
 
@@ -171,7 +145,7 @@ void masked_tile(const TileArgs<Product>& args, const M* const (&rows)[kTileRows
 #pragma GCC unroll 4
     for (int v = 0; v < kTileVectors; ++v) {
       store(args.out + r * args.out_stride + v * kWidth,
-            apply_mask<false, T>(sums[r][v], rows[r] + v * kWidth, factor));
+            apply_mask<T>(sums[r][v], rows[r] + v * kWidth, factor));
     }
   }
 }
