@@ -25,6 +25,9 @@ def leaks(kernel_object: Path, capability: str) -> list[str]:
 def main() -> int:
     """Looks at every kernel object of the build."""
     objects = sorted(Path(sys.argv[1]).glob("**/attn_ext_kernels_*.dir/**/*.o"))
+    if not objects:
+        print(f"no kernel objects under {sys.argv[1]}", file=sys.stderr)
+        return 1
     failed = False
     for kernel_object in objects:
         (capability,) = re.findall(r"attn_ext_kernels_(\w+)\.dir", str(kernel_object))
