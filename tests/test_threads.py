@@ -139,6 +139,12 @@ def test_a_fork_s_child_gets_the_same_bits_and_does_not_hang(jobs, expected):
     assert_same_bits([work(job) for job in jobs], expected)
 
 
+def test_a_fork_s_child_without_gradients():
+    query = torch.randn(2, 8, 256, 64)
+    expected = raw([[attn_ext.sdpa(query, query, query)]])
+    assert in_child(lambda: raw([[attn_ext.sdpa(query, query, query)]])) == expected
+
+
 def test_a_fork_in_a_fork_s_child(jobs, expected):
     assert in_child(lambda: in_child(lambda: raw([work(jobs[1])]))) == raw(expected[1:2])
 

@@ -75,6 +75,7 @@ SdpaOutputs forward_cpu(const SdpaArgs& args, SideOutputs wanted) {
 }  // namespace
 
 at::Tensor output_cpu(const SdpaArgs& args) {
+  const OneThreadInForkedChild guard;
   const KernelTable* table = kernels_in_use();
   if (table == nullptr) {
     return forward_aten(args, {}).output;
