@@ -19,8 +19,8 @@ struct DecodeTasks {
   using Tasks = BackwardTasks<S>;
   using Unit = typename Tasks::Unit;
 
-  // The path hangs on the shape of one head alone. Few keys have a path of their own, whose delta comes from the
-  // weights instead of a rounded output: with few keys nothing averages that rounding out.
+  // The path hangs on the shape of one head alone. Few keys have a path of their own, whose delta comes from
+  // the weights instead of a rounded output: with few keys nothing averages that rounding out.
   static bool suits(const AttentionShape& shape) {
     return shape.query_len <= kFewQueries && (shape.key_len == 0 || shape.key_len > kSmallKeys);
   }
