@@ -6,9 +6,7 @@
 #include <atomic>
 #include <new>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
+#include "huge_pages.h"
 
 namespace attn_ext::cpu {
 
@@ -52,7 +50,6 @@ class Scratch {
     std::align_val_t alignment;
   };
   static constexpr size_t kHeaderBytes = 64;
-  static constexpr size_t kHugePage = size_t{1} << 21;
   static constexpr size_t kKeptBytes = size_t{1} << 25;  // of a block, at most
 
   static Block* allocate(size_t size) {
@@ -60,11 +57,9 @@ class Scratch {
     const std::align_val_t alignment{huge ? kHugePage : kHeaderBytes};
     size = huge ? (size + kHugePage - 1) / kHugePage * kHugePage : size;
     void* memory = ::operator new(size, alignment);
-#if defined(__linux__)
     if (huge) {
-      madvise(memory, size, MADV_HUGEPAGE);  // only ever a hint
+      ask_for_huge_pages(memory, size);
     }
-#endif
     return new (memory) Block{size, alignment};
   }
   static void release(Block* block) {

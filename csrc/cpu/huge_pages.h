@@ -1,0 +1,28 @@
+// Huge pages for large memory that is written for the first time: to touch it page by page takes longer than
+// the work that fills it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace attn_ext::cpu {
+
+constexpr size_t kHugePage = size_t{1} << 21;
+
+/// A hint, for the huge pages that lie wholly inside.
+inline void ask_for_huge_pages([[maybe_unused]] void* memory, [[maybe_unused]] size_t bytes) {
+#if defined(__linux__)
+  const auto address = reinterpret_cast<uintptr_t>(memory);
+  const uintptr_t begin = (address + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t end = (address + bytes) / kHugePage * kHugePage;
+  if (begin < end) {
+    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+  }
+#endif
+}
+
+}  // namespace attn_ext::cpu
