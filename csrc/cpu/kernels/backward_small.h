@@ -14,6 +14,8 @@ namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 constexpr int64_t kSmallKeys = 128;
 constexpr int64_t kSmallScores = 8192;  // of a block
 constexpr int64_t kSmallRows = 16 * kTileRows;
+constexpr int64_t kSmallGroup = 16;   // rows that are finished together
+constexpr int64_t kPlainVectors = 8;  // of a row that has code of its own for its length
 
 // A right operand (depth, columns), by panels of columns.
 template <typename S>
@@ -127,13 +129,27 @@ class SmallUnit {
   template <bool Carry>
   void multiply(const Operand* left, int64_t left_stride, int64_t left_step, int64_t rows,
                 const RightSide<S>& right, int64_t depth, int64_t columns, T* out) const;
-  template <bool Full>
-  void finish_row(int64_t row, int64_t index);
+  // backward_small_rows.h
+  void finish_rows(int64_t first, int64_t count);
+  template <int Vectors, typename M>
+  void finish_plain_rows(int64_t first, int64_t begin, int64_t end);
+  template <int Vectors, typename M>
+  void make_weights(T* scores, const T* grads, const M* mask, KeyRange seen, T lse, T& sum,
+                    T& weight_sum) const;
+  template <int Vectors, int Rows>
+  void make_score_grads(int64_t r, const T* deltas, T* mask_grads, bool keeps);
+  bool all_near(int64_t first, int64_t begin, int64_t end) const;
+  using PlainRows = void (*)(SmallUnit&, int64_t, int64_t, int64_t);
+  template <typename M>
+  static PlainRows plain_rows(int64_t vectors);
+  void finish_full_row(int64_t row, int64_t index);
+  T finish_delta(int64_t row, T lse, T sum, T weight_sum);
   void finish_scores(int64_t row, T* scores);
   void draw_row(int64_t row);
   void set_far_row(const T* scores, T& lse, T& scale) const;
   void add_mask_row(int64_t row, const T* grads);
-  void narrow_rows(int64_t count);
+  void narrow_lanes(int64_t r, int64_t j, const Vec<T> (&weights)[2], const Vec<T> (&grads)[2]);
+  void narrow_rows(int64_t begin, int64_t end);
   void add_bad_keys(int64_t count);
   Matrix<Element> without_dead_rows(const Matrix<Element>& m, int64_t first) const;
   template <bool Carry>
@@ -233,198 +249,23 @@ template <bool Carry>
 void SmallUnit<S>::multiply(const Operand* left, int64_t left_stride, int64_t left_step, int64_t rows,
                             const RightSide<S>& right, int64_t depth, int64_t columns, T* out) const {
   const int64_t padded = round_up(columns, S::kLane), width = value_panel_width<S>(columns);
+  const int64_t tiles = pieces(rows, kTileRows);
   TileArgs<Product> args{};
   args.depth = depth;
   args.left_stride = left_stride;
   args.left_step = left_step;
   args.right_stride = right.row_stride;
   args.out_stride = padded;
-  for (int64_t column = 0; column < padded; column += width) {
-    const int64_t now = smaller(width, padded - column);
+  for (int64_t column = 0; column < columns; column += width) {
+    const int64_t now = round_up(smaller(width, columns - column), kColumnUnit<T>);
     args.right = right.data + column / width * right.panel_stride;
-    for (int64_t tile = 0; tile < rows; tile += kTileRows) {
-      args.left = left + tile * left_stride;
-      args.out = out + tile * padded + column;
-      tile_function<Product, Carry>(smaller(kTileRows, rows - tile), now / S::kLane)(args);
+    for (int64_t tile = 0; tile < tiles; ++tile) {  // of nearly equal height: a low one waits for itself
+      const int64_t row = tile * rows / tiles;
+      args.left = left + row * left_stride;
+      args.out = out + row * padded + column;
+      tile_function_of_columns<Product, Carry>((tile + 1) * rows / tiles - row, now)(args);
     }
   }
-}
-
-// Scores, window and mask: units of log2, -inf where the row does not see a key and past the keys.
-template <typename S>
-void SmallUnit<S>::finish_scores(int64_t row, T* scores) {
-  const ScoreRule& rule = params_.rule;
-  const int64_t last = stride_ - S::kLane;
-  const bool scale_here = units_.scale_first && rule.softcap == 0;
-  if (rule.softcap > 0) {
-    cap_span(scores, s_.cap_slope, 0, stride_, units_);
-  } else if (scale_here && !has_bias(rule)) {
-    scale_span(scores, 0, stride_, units_);
-  }
-  // What a bool mask says of all keys of a query is in lse.
-  if (has_bias(rule) || (rule.mask_kind == ScalarKind::kBool && rule.mask.column_stride != 0)) {
-    with_mask_type<Element>(rule.mask_kind, [&](auto tag) {
-      using M = typename decltype(tag)::Type;
-      mask_span(scores, 0, stride_, row_pointer<const M>(rule.mask, batch_, head_, row),
-                rule.mask.column_stride, keys_, scale_here ? units_.scale : static_cast<T>(1));
-    });
-  }
-  const Vec<T> tail = load(scores + last);
-  store(scores + last,
-        lane_index<T>() < broadcast(static_cast<T>(keys_ - last)) ? tail : broadcast(-kInfinity<T>));
-  if (rule.window_left < 0 && rule.window_right < 0) return;
-  const KeyRange seen = window_keys(rule, keys_, row);
-  fill_span(scores, 0, is_empty(seen) ? keys_ : seen.begin, -kInfinity<T>);
-  if (!is_empty(seen)) fill_span(scores, seen.end, keys_, -kInfinity<T>);
-}
-
-// The dropout factors of a row.
-template <typename S>
-void SmallUnit<S>::draw_row(int64_t row) {
-  const DropoutRule& rule = params_.dropout;
-  PhiloxRow state;
-  set_philox_seed(state, static_cast<uint64_t>(rule.seeds[batch_ / rule.batches_per_seed]));
-  state.batch = static_cast<uint32_t>(batch_ % rule.batches_per_seed);
-  state.head = static_cast<uint32_t>(head_);
-  state.row = static_cast<uint32_t>(row);
-  const T scale = static_cast<T>(rule.keep_scale);
-  for (int64_t first = 0; first < stride_; first += kDropoutColumns) {
-    uint32_t words[kDropoutColumns];
-    philox_words(state, static_cast<uint32_t>(first / kDropoutColumns), words);
-    for (int64_t j = 0; j < kDropoutColumns; ++j) s_.keep[first + j] = words[j] >= rule.threshold ? scale : 0;
-  }
-}
-
-// P = 2^(s - row max) / row sum for a far row, of which lse does not tell the sum.
-template <typename S>
-void SmallUnit<S>::set_far_row(const T* scores, T& lse, T& scale) const {
-  const Vec<T> factor = broadcast(units_.softmax_scale);
-  Vec<T> tops = broadcast(-kInfinity<T>), sums = {};
-  for (int64_t j = 0; j < stride_; j += S::kLane) tops = maximum(tops, load(scores + j) * factor);
-  const T top = lane_max<T>(tops);
-  if (top == -kInfinity<T>) return;
-  for (int64_t j = 0; j < stride_; j += S::kLane) {
-    sums += weights_of<T, S::kExpDegree, true>(load(scores + j), factor, broadcast(top));
-  }
-  const T sink = sink_ * static_cast<T>(kLog2E);
-  const T share = sink == -kInfinity<T> ? 0 : exp2<T>(broadcast(sink - top))[0];
-  lse = top;
-  scale = 1 / (lane_sum<T>(sums) + share);
-}
-
-template <typename S>
-void SmallUnit<S>::add_mask_row(int64_t row, const T* grads) {
-  const TensorView& view = params_.grad_mask;
-  T* to = grad_mask_ + batch_offset(view, batch_) + head_ * view.head_stride + row * view.row_stride;
-  if (view.column_stride == 0) {
-    Vec<T> sum = {};
-    for (int64_t j = 0; j < keys_; j += S::kLane) sum += load(grads + j);
-    *to += lane_sum<T>(sum);
-    return;
-  }
-  for (int64_t j = 0; j < keys_; j += S::kLane) {
-    add_row(to + j * view.column_stride, view.column_stride, load(grads + j), smaller(S::kLane, keys_ - j));
-  }
-}
-
-// From S and dP to P (after dropout) and dS. With M the dropout factors:
-//   dP = M (dO V^T + dW + dMass),  delta = rowsum(P dP) - dLse,  dS = P (dP - delta)
-template <typename S>
-template <bool Full>
-void SmallUnit<S>::finish_row(int64_t row, int64_t index) {
-  const ScoreRule& rule = params_.rule;
-  T* scores = s_.scores + index * stride_;
-  T* grads = s_.grads + index * stride_;
-  finish_scores(row, scores);
-  const T natural = static_cast<const T*>(
-      params_.lse)[(batch_ * params_.shape.query_heads + head_) * params_.shape.query_len + row];
-  const bool live = natural != -kInfinity<T> && !row_is_masked(rule, batch_, head_, row);
-  dead_rows_ |= !live;
-  T lse = live ? natural * static_cast<T>(kLog2E) : kInfinity<T>;
-  T scale = 1;
-  if (has_bias(rule) && is_far(lse)) set_far_row(scores, lse, scale);
-  const bool has_mass = Full && params_.grad_key_mass.data != nullptr;
-  const bool has_weights = Full && params_.grad_weights.data != nullptr;
-  T mass_grads[kSmallKeys];
-  Element weight_grads[kSmallKeys];
-  if (has_mass) {
-    const TensorView& view = params_.grad_key_mass;
-    gather_block(Matrix<T>{row_pointer<const T>(view, batch_, head_, 0), 0, view.column_stride, 1, keys_}, 0,
-                 1, 0, stride_, mass_grads);
-  }
-  if (has_weights) {
-    gather_block(rows_of<Element>(params_.grad_weights, batch_, head_, row, 1, keys_), 0, 1, 0, stride_,
-                 weight_grads);
-  }
-  const bool drops = Full && params_.dropout.enabled;
-  if (drops) draw_row(row);
-  Vec<T> sum = {}, weight_sum = {};
-  for (int64_t j = 0; j < stride_; j += S::kLane) {
-    Vec<T> p =
-        weights_of<T, S::kExpDegree, true>(load(scores + j), broadcast(units_.softmax_scale), broadcast(lse));
-    p *= broadcast(scale);
-    store(scores + j, p);
-    if (!wants_grads_) continue;
-    Vec<T> grad = has_grad_ ? load(grads + j) : Vec<T>{};
-    if (has_mass) grad += load(mass_grads + j);
-    if (has_weights) grad += load_compute(weight_grads + j);
-    if (drops) grad *= load(s_.keep + j);
-    grad = p == Vec<T>{} ? Vec<T>{} : grad;
-    weight_sum += p;
-    sum = multiply_add(p, grad, sum);
-    store(grads + j, grad);
-  }
-  // The sum of all weights is 1 but for the rounding of lse, which delta, a mean, must not take in.
-  const bool sinks = natural != -kInfinity<T> && sink_ != -kInfinity<T>;
-  const T share =
-      sinks ? exp2<T>(broadcast(static_cast<T>((sink_ - natural) * static_cast<T>(kLog2E))))[0] : 0;
-  const T total = lane_sum<T>(weight_sum) + share;
-  T delta = lane_sum<T>(sum);
-  if (total > 0) delta /= total;
-  if (params_.grad_lse.data != nullptr) delta -= *row_pointer<const T>(params_.grad_lse, batch_, head_, row);
-  if (sinks) sink_grad_ -= share * delta;
-  for (int64_t j = 0; wants_grads_ && j < stride_; j += S::kLane) {
-    const Vec<T> p = load(scores + j);
-    store(grads + j, p == Vec<T>{} ? p : p * (load(grads + j) - broadcast(delta)));
-  }
-  if (grad_mask_ != nullptr) add_mask_row(row, grads);
-  if constexpr (Full) {
-    for (int64_t j = 0; drops && j < stride_; j += S::kLane) {
-      store(scores + j, load(scores + j) * load(s_.keep + j));
-    }
-    for (int64_t j = 0; wants_grads_ && rule.softcap > 0 && j < stride_; j += S::kLane) {
-      const Vec<T> grad = load(grads + j);
-      store(grads + j, grad == Vec<T>{} ? grad : grad * load(s_.cap_slope + j));
-    }
-  }
-}
-
-// P and dS as bfloat16: in pairs of neighbouring rows, dS also in pairs of neighbouring keys.
-template <typename S>
-void SmallUnit<S>::narrow_rows([[maybe_unused]] int64_t count) {
-#if defined(__AVX512BF16__)
-  if constexpr (S::kNarrow) {
-    const Vec<int32_t> words = lane_index<int32_t>() * 0x10001 + (16 << 16);  // words 0, 16, 1, 17, ...
-    for (int64_t r = 0; r < count; r += 2) {
-      const bool has_next = r + 1 < count;
-      const T* weights = s_.scores + r * stride_;
-      const T* grads = s_.grads + r * stride_;
-      Operand* rows = s_.grad_rows + r * stride_ / 2;
-      for (int64_t j = 0; j < stride_; j += S::kLane) {
-        const Vec<T> p1 = has_next ? load(weights + stride_ + j) : Vec<T>{};
-        const Vec<T> g1 = has_next ? load(grads + stride_ + j) : Vec<T>{};
-        const __m512i p = (__m512i)_mm512_cvtne2ps_pbh((__m512)p1, (__m512)load(weights + j));
-        const __m512i g = (__m512i)_mm512_cvtne2ps_pbh((__m512)g1, (__m512)load(grads + j));
-        store(s_.weight_pairs + r / 2 * stride_ + j,
-              (Vec<Operand>)_mm512_permutexvar_epi16((__m512i)words, p));
-        store(s_.grad_pairs + r / 2 * stride_ + j, (Vec<Operand>)_mm512_permutexvar_epi16((__m512i)words, g));
-        const __m256i low = _mm512_castsi512_si256(g), high = _mm512_extracti64x4_epi64(g, 1);
-        memcpy(rows + j / 2, &low, sizeof(low));
-        if (has_next) memcpy(rows + (stride_ + j) / 2, &high, sizeof(high));
-      }
-    }
-  }
-#endif
 }
 
 // The keys' NaN and Inf, which key_rows_ leaves out, reach only the queries that see them.
@@ -475,10 +316,7 @@ void SmallUnit<S>::add_rows(int64_t first, int64_t count) {
                     depth_of<Product>(shape.value_dim), keys_, s_.grads);
   }
   dead_rows_ = false;
-  for (int64_t r = 0; r < count; ++r) {
-    full_ ? finish_row<true>(first + r, r) : finish_row<false>(first + r, r);
-  }
-  if (S::kNarrow) narrow_rows(count);
+  finish_rows(first, count);
   if (params_.grad_query.data != nullptr) {
     const Operand* grads = s_.grad_rows;
     if constexpr (std::is_same_v<Operand, T>) grads = s_.grads;
@@ -563,3 +401,5 @@ void SmallUnit<S>::store_keys() {
 }
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY
+
+#include "backward_small_rows.h"

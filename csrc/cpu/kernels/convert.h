@@ -139,6 +139,15 @@ ATTN_EXT_INLINE Vec<Compute<Element>> load_compute_partial(const Element* p, int
   if constexpr (sizeof(Element) >= 4) {
     return load_partial(p, count);
   } else {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+    // In a register: a load of what was just stored in part would wait for the store.
+    const __m256i bits = _mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << count) - 1), p);
+    if constexpr (std::is_same_v<Element, BFloat16>) {
+      return (Vec<float>)(widen((HalfBits)bits) << 16);
+    } else {
+      return (Vec<float>)_mm512_cvtph_ps(bits);
+    }
+#endif
     Element padded[kLanes<float>] = {};
     copy_partial(padded, p, count);
     return load_compute(padded);

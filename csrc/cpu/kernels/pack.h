@@ -134,16 +134,22 @@ void pack_column_panel(const Matrix<Element>& m, int64_t first, int64_t width,
       const int64_t column = k * Product::kDepth;
       Element block[kSide * kElements];
       const Element* from = m.data + (first + c) * m.row_stride + column;
-      int64_t stride = m.row_stride;
-      if (m.column_stride != 1 || first + c + kSide > m.rows || column + kElements > m.columns) {
+      int64_t stride = m.row_stride, rows = smaller(kSide, m.rows - first - c);
+      if (m.column_stride != 1 || column + kElements > m.columns) {
         gather_block(m, first + c, kSide, column, kElements, block);
         from = block;
         stride = kElements;
+        rows = kSide;
       }
-      prefetch_rows(from, stride, kSide);
       Vec<Accum> square[kSide];
+      if (rows == kSide) {
+        prefetch_rows(from, stride, kSide);
 #pragma GCC unroll 16
-      for (int i = 0; i < kSide; ++i) square[i] = (Vec<Accum>)load_operands<Product>(from + i * stride);
+        for (int i = 0; i < kSide; ++i) square[i] = (Vec<Accum>)load_operands<Product>(from + i * stride);
+      } else {
+        for (int i = 0; i < kSide; ++i)
+          square[i] = i < rows ? (Vec<Accum>)load_operands<Product>(from + i * stride) : Vec<Accum>{};
+      }
       transpose_square<Accum>(square);
       const int64_t steps = smaller(kSide, depth - k);
       if (steps == kSide) {

@@ -47,21 +47,26 @@ inline void scale_span(T* scores, int64_t begin, int64_t end, const ScoreUnits<T
   for (int64_t j = begin; j < end; j += kLanes<T>) store(scores + j, cap * tanh<T>(load(scores + j) * scale));
 }
 
-// v where the lane's byte is not 0, -inf elsewhere.
+// v where the lane's byte is not 0, -inf elsewhere; bytes from `count` on do not exist and count as 0.
 template <typename T>
-ATTN_EXT_INLINE Vec<T> keep_flagged(Vec<T> v, const uint8_t* flags) {
+ATTN_EXT_INLINE Vec<T> keep_flagged(Vec<T> v, const uint8_t* flags, int64_t count = kLanes<T>) {
   const Vec<T> hidden = broadcast(-kInfinity<T>);
-  uint64_t bytes[2] = {0, 0};
-  memcpy(bytes, flags, kLanes<T>);
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
-  const __m128i lanes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
+  const __m128i lanes = _mm_maskz_loadu_epi8(static_cast<__mmask16>((1u << count) - 1), flags);
   const __mmask16 set = _mm_test_epi8_mask(lanes, lanes);
   if constexpr (sizeof(T) == 4) {
     return (Vec<T>)_mm512_mask_mov_ps((__m512)hidden, set, (__m512)v);
   } else {
     return (Vec<T>)_mm512_mask_mov_pd((__m512d)hidden, static_cast<__mmask8>(set), (__m512d)v);
   }
-#elif defined(__AVX2__)
+#else
+  uint64_t bytes[2] = {0, 0};
+  if (count == kLanes<T>) {
+    memcpy(bytes, flags, kLanes<T>);
+  } else {
+    for (int64_t i = 0; i < count; ++i) bytes[i / 8] |= static_cast<uint64_t>(flags[i]) << (8 * (i % 8));
+  }
+#if defined(__AVX2__)
   const __m128i lanes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
   if constexpr (sizeof(T) == 4) {
     return (Vec<Bits<T> >)_mm256_cvtepu8_epi32(lanes) != 0 ? v : hidden;
@@ -73,6 +78,7 @@ ATTN_EXT_INLINE Vec<T> keep_flagged(Vec<T> v, const uint8_t* flags) {
   for (int i = 0; i < kLanes<T>; ++i)
     lanes[i] = static_cast<Bits<T> >((bytes[i / 8] >> (8 * (i % 8))) & 0xff);
   return lanes != 0 ? v : hidden;
+#endif
 #endif
 }
 
@@ -88,16 +94,34 @@ ATTN_EXT_INLINE Vec<T> load_bias(const M* mask) {
   }
 }
 
+template <typename T>
+ATTN_EXT_INLINE Vec<T> add_bias(Vec<T> s, Vec<T> bias, Vec<T> scale) {
+  // A bias near the lowest finite value is a way of masking, but a row of nothing else is not dead: stay
+  // finite.
+  const Vec<T> bounded = maximum(broadcast(-FloatFormat<T>::kLargest), bias * static_cast<T>(kLog2E));
+  return bias == broadcast(-kInfinity<T>) ? bias : multiply_add(s, scale, bounded);
+}
+
 template <typename T, typename M>
 ATTN_EXT_INLINE Vec<T> apply_mask(Vec<T> s, const M* mask, Vec<T> scale) {
   if constexpr (std::is_same_v<M, uint8_t>) {
     return keep_flagged<T>(s, mask);
   } else {
-    const Vec<T> bias = load_bias<T>(mask);
-    // A bias near the lowest finite value is a way of masking, but a row of nothing else is not dead: stay
-    // finite.
-    const Vec<T> bounded = maximum(broadcast(-FloatFormat<T>::kLargest), bias * static_cast<T>(kLog2E));
-    return bias == broadcast(-kInfinity<T>) ? bias : multiply_add(s, scale, bounded);
+    return add_bias<T>(s, load_bias<T>(mask), scale);
+  }
+}
+
+// The same where only `count` elements of the mask are there.
+template <typename T, typename M>
+ATTN_EXT_INLINE Vec<T> apply_mask_partial(Vec<T> s, const M* mask, int64_t count, Vec<T> scale) {
+  if constexpr (std::is_same_v<M, uint8_t>) {
+    return keep_flagged<T>(s, mask, count);
+  } else if constexpr (std::is_same_v<Compute<M>, T>) {
+    return add_bias<T>(s, load_compute_partial(mask, count), scale);
+  } else {
+    M present[kLanes<T>] = {};
+    copy_partial(present, mask, count);
+    return apply_mask<T>(s, present, scale);
   }
 }
 
@@ -114,13 +138,13 @@ void mask_span(T* scores, int64_t begin, int64_t end, const M* mask, int64_t str
     }
   }
   for (; j < end; j += kLanes<T>) {
-    M gathered[kLanes<T>] = {};
-    const int64_t count = smaller(kLanes<T>, present - j);
-    if (stride == 1 && count > 0) {
-      copy_partial(gathered, mask + j, count);
-    } else {
-      for (int64_t i = 0; i < count; ++i) gathered[i] = mask[(j + i) * stride];
+    const int64_t count = larger(0, smaller(kLanes<T>, present - j));
+    if (stride == 1) {
+      store(scores + j, apply_mask_partial<T>(load(scores + j), mask + j, count, factor));
+      continue;
     }
+    M gathered[kLanes<T>] = {};
+    for (int64_t i = 0; i < count; ++i) gathered[i] = mask[(j + i) * stride];
     store(scores + j, apply_mask<T>(load(scores + j), gathered, factor));
   }
 }
