@@ -7,6 +7,7 @@
 #include "../aten/sdpa_aten.h"
 #include "call.h"
 #include "fork.h"
+#include "huge_pages.h"
 #include "tasks.h"
 
 namespace attn_ext::cpu {
@@ -58,7 +59,7 @@ struct OutgoingGrads {
       if (sizes.has_heads) {
         shape[shape.size() - 3] = heads;
       }
-      return at::empty(shape, options);
+      return with_huge_pages(at::empty(shape, options));
     };
     if (wanted.query) {
       query = shaped(sizes.heads, sizes.query_len, sizes.head_dim);

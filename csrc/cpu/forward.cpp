@@ -30,15 +30,9 @@ void run_forward(const ForwardKernels& kernels, const ForwardParams& params) {
   });
 }
 
-constexpr size_t kLargeOutput = size_t{8} << 20;
-
 /// Through no dispatcher: all keys above the CPU's are done with.
 at::Tensor empty_output(const CallSizes& sizes, std::initializer_list<int64_t> tail, at::ScalarType dtype) {
-  at::Tensor output = at::detail::empty_cpu(sizes.output_shape(tail), dtype);
-  if (output.nbytes() >= kLargeOutput) {
-    ask_for_huge_pages(output.data_ptr(), output.nbytes());
-  }
-  return output;
+  return with_huge_pages(at::detail::empty_cpu(sizes.output_shape(tail), dtype));
 }
 
 void add_output(Inputs& inputs, ForwardParams& params, const at::Tensor& output) {

@@ -2,6 +2,8 @@
 // the work that fills it.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cstddef>
 #include <cstdint>
 
@@ -23,6 +25,15 @@ inline void ask_for_huge_pages([[maybe_unused]] void* memory, [[maybe_unused]] s
     madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
   }
 #endif
+}
+
+/// Huge pages for a new tensor where it is large.
+inline const at::Tensor& with_huge_pages(const at::Tensor& tensor) {
+  constexpr size_t kLarge = size_t{8} << 20;
+  if (tensor.nbytes() >= kLarge) {
+    ask_for_huge_pages(tensor.data_ptr(), tensor.nbytes());
+  }
+  return tensor;
 }
 
 }  // namespace attn_ext::cpu
