@@ -71,7 +71,7 @@ struct OutgoingGrads {
       value = shaped(inputs.shape.key_heads, sizes.key_len, sizes.value_dim);
     }
     if (wanted.attn_mask) {
-      attn_mask = at::zeros(args.attn_mask.sizes(), accumulated);
+      attn_mask = with_huge_pages(at::empty(args.attn_mask.sizes(), accumulated)).zero_();
     }
     if (wanted.sinks) {
       c10::SmallVector<int64_t, 8> shape(sizes.batch_dims.begin(), sizes.batch_dims.end());
