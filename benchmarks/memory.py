@@ -80,13 +80,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384])
+    parser.add_argument("--calls", nargs="+", choices=list(CALLS), default=list(CALLS))
     parser.add_argument("--heads", type=int, default=2)
     parser.add_argument("--dtype", default="float32", help="as torch names it")
     parser.add_argument("--plain-up-to", type=int, default=4096, help="longest length of `plain`")
     args = parser.parse_args()
     cases = [
         (call, attention, length)
-        for call in CALLS
+        for call in args.calls
         for attention in ATTENTIONS
         for length in args.lengths
         if attention == "attn_ext" or length <= args.plain_up_to
@@ -101,7 +102,7 @@ def main() -> None:
     print(f"{args.heads} heads of {args.dtype}, D = 64: MiB at the peak, and time\n")
     print("| call | attention | " + " | ".join(f"L = {length}" for length in args.lengths) + " |")
     print("|---|---|" + "--:|" * len(args.lengths))
-    for call in CALLS:
+    for call in args.calls:
         for attention in ATTENTIONS:
             row = [found.get((call, attention, length)) for length in args.lengths]
             cells = ["-" if f is None else f"{f[0]:.0f} MiB · {f[1]:.2f} s" for f in row]

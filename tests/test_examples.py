@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -109,3 +110,11 @@ class TestTrainingStep:
     def test_steps_of_both_attentions_agree(self, training_step):
         setting = training_step.Setting(training_step.SETTINGS["swin"].make, (2, 49, 128))
         training_step.check(training_step.make_steps(setting, torch.float32, 0.0), torch.float32, 0.0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_prints_a_row_for_each_attention():
+    command = [sys.executable, ROOT / "benchmarks/memory.py", "--calls", "forward", "--lengths", "64", "128"]
+    table = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    rows = re.findall(r"^\| forward \| (\S+) \|( \d+ MiB · [\d.]+ s \|){2}$", table, re.M)
+    assert [name for name, _ in rows] == ["attn_ext", "plain"]
