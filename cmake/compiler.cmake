@@ -14,9 +14,5 @@ function(attn_ext_compile_options target)
     POSITION_INDEPENDENT_CODE ON)
   target_compile_features(${target} PUBLIC cxx_std_20)
   target_compile_options(${target} PRIVATE
-    -Wall -Wextra $<$<BOOL:${ATTN_EXT_WERROR}>:-Werror>
-    # at::parallel_for is parallel only where OpenMP is on. The runtime itself is not linked: its symbols
-    # come from the one that torch has loaded, so that torch.set_num_threads rules. (Clang's OpenMP code
-    # calls another runtime than GCC's.)
-    $<$<CXX_COMPILER_ID:GNU>:-fopenmp>)
+    -Wall -Wextra $<$<BOOL:${ATTN_EXT_WERROR}>:-Werror>)
 endfunction()

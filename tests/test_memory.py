@@ -139,3 +139,24 @@ def test_mask_is_never_expanded():
     print(call(query, mask))
     """
     assert printed(program) < scores(32, 4096) / 4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shared", ["query", "keys"])
+def test_the_gradient_of_a_broadcast_input_is_never_expanded(shared, dtype):
+    """Of one sample for a batch of 256: it would be 128 MiB in float32."""
+    program = f"""
+    def call(batch):
+        one, many = torch.randn(1, 4, 2048, 16), torch.randn(batch, 4, 2, 16)
+        one, many = (t.{dtype if dtype == "bfloat16" else "float"}().requires_grad_() for t in (one, many))
+        query, key = (one, many) if "{shared}" == "query" else (many, one)
+        output = attn_ext.sdpa(query, key, key)
+        grad_output = torch.ones((), dtype=output.dtype).expand_as(output)
+        before = peak()
+        torch.autograd.grad(output, (query, key), grad_output)
+        return peak() - before
+
+    call(2)
+    print(call(256))
+    """
+    assert printed(program) < 32

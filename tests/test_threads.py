@@ -145,6 +145,26 @@ def test_a_fork_s_child_without_gradients():
     assert in_child(lambda: raw([[attn_ext.sdpa(query, query, query)]])) == expected
 
 
+def derivatives() -> list[Tensor]:
+    """In forward mode, and second ones: what goes through ATen's operators, here small outside the op."""
+    generator = torch.Generator().manual_seed(4)
+    inputs = [torch.randn(2, 4, 100, 32, generator=generator) for _ in range(3)]
+    results = []
+    for dtype in DTYPES:
+        primals, tangents = [t.to(dtype) for t in inputs], [t.to(dtype) for t in inputs[::-1]]
+        results += torch.func.jvp(attn_ext.sdpa, tuple(primals), tuple(tangents))
+        leaves = [t.detach().requires_grad_() for t in primals]
+        first = torch.autograd.grad(attn_ext.sdpa(*leaves), leaves, tangents[0], create_graph=True)
+        results += torch.autograd.grad(first, leaves, tangents)
+    return results
+
+
+def test_a_fork_s_child_in_forward_mode_and_with_second_derivatives():
+    expected = derivatives()
+    for actual, e in zip(in_child(lambda: [t.tolist() for t in derivatives()]), expected, strict=True):
+        torch.testing.assert_close(torch.tensor(actual, dtype=e.dtype), e)
+
+
 def test_a_fork_in_a_fork_s_child(jobs, expected):
     assert in_child(lambda: in_child(lambda: raw([work(jobs[1])]))) == raw(expected[1:2])
 

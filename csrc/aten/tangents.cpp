@@ -2,6 +2,7 @@
 
 #include <ATen/TensorOperators.h>
 
+#include "../cpu/fork.h"
 #include "backward_tile.h"
 #include "contract.h"
 #include "pieces.h"
@@ -137,6 +138,7 @@ ScoreGrads score_grad_tangents(const Problem& problem, const Tile& tile, const T
 }  // namespace
 
 SdpaOutputs forward_tangents(const SdpaArgs& args, const SdpaInputs& direction, SideOutputs wanted) {
+  const cpu::OneThreadInForkedChild guard;
   const Problem problem = make_problem(args);
   const Direction canonical = canonical_direction(problem, direction);
   RowPieces output(-2, problem.query_len), lse(-1, problem.query_len), weights(-2, problem.query_len);
@@ -177,6 +179,7 @@ SdpaOutputs forward_tangents(const SdpaArgs& args, const SdpaInputs& direction, 
 
 SdpaInputs backward_tangents(const SdpaOutputs& grads, const SdpaArgs& args, const SdpaOutputs& grad_tangents,
                              const SdpaInputs& direction, InputMask wanted) {
+  const cpu::OneThreadInForkedChild guard;
   const Problem problem = make_problem(args);
   const Direction canonical = canonical_direction(problem, direction);
   const OutputGrads all_grads = canonical_grads(problem, grads);

@@ -4,15 +4,22 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "../aten/sdpa_aten.h"
 #include "call.h"
 #include "fork.h"
 #include "huge_pages.h"
+#include "outgoing_grads.h"
 #include "tasks.h"
 
 namespace attn_ext::cpu {
 
 namespace {
+
+// Of the gradients of broadcast inputs that are kept until they are added up: the fewer, the more of them are
+// still in the caches; the more, the better tasks balance.
+constexpr int64_t kSliceBytes = 1 << 23;
 
 void run_backward(const BackwardKernels& kernels, const BackwardParams& params) {
   const int threads = useful_threads(params.shape);
@@ -47,59 +54,34 @@ struct IncomingGrads {
   at::Tensor key_mass;  // (..., Hq, 1, Lk)
 };
 
-/// Where the kernels write: a gradient for every batch and head; those of broadcast inputs are summed
-/// afterwards.
-struct OutgoingGrads {
-  OutgoingGrads(const SdpaArgs& args, const Inputs& inputs, InputMask wanted) {
-    const CallSizes& sizes = inputs.sizes;
-    const auto options = args.query.options();
-    const auto accumulated = options.dtype(accumulation_dtype(args.query.scalar_type()));
-    const auto shaped = [&](int64_t heads, int64_t rows, int64_t columns) {
-      c10::SmallVector<int64_t, 8> shape = sizes.output_shape({rows, columns});
-      if (sizes.has_heads) {
-        shape[shape.size() - 3] = heads;
-      }
-      return with_huge_pages(at::empty(shape, options));
-    };
-    if (wanted.query) {
-      query = shaped(sizes.heads, sizes.query_len, sizes.head_dim);
-    }
-    if (wanted.key) {
-      key = shaped(inputs.shape.key_heads, sizes.key_len, sizes.head_dim);
-    }
-    if (wanted.value) {
-      value = shaped(inputs.shape.key_heads, sizes.key_len, sizes.value_dim);
-    }
-    if (wanted.attn_mask) {
-      attn_mask = with_huge_pages(at::empty(args.attn_mask.sizes(), accumulated)).zero_();
-    }
-    if (wanted.sinks) {
-      c10::SmallVector<int64_t, 8> shape(sizes.batch_dims.begin(), sizes.batch_dims.end());
-      shape.push_back(sizes.heads);
-      sinks = at::zeros(shape, accumulated);
-    }
-  }
-
-  at::Tensor query, key, value;
-  at::Tensor attn_mask;  // in the mask's own shape
-  at::Tensor sinks;      // (batch..., Hq)
-};
-
-TensorView writable(Views& views, const at::Tensor& tensor) {
-  TensorView view;
-  if (tensor.defined()) {
-    view = views.matrix(tensor);
-    view.column_stride = 1;
-  }
-  return view;
-}
-
 TensorView readable(Views& views, const at::Tensor& tensor) {
   return tensor.defined() ? views.matrix(tensor) : TensorView{};
 }
 
-at::Tensor in_shape_of(const at::Tensor& grad, const at::Tensor& input) {
-  return grad.defined() ? grad.sum_to_size(input.sizes()).to(input.scalar_type()) : grad;
+/// The call's parameters for some of its batches; the outgoing gradients of query, key and value are left.
+BackwardParams slice_of(const BackwardParams& whole, int64_t batch, int64_t batches, int64_t element_bytes,
+                        int64_t accumulator_bytes, int64_t mask_bytes, int64_t sink_bytes) {
+  BackwardParams slice = whole;
+  slice.shape.batch = batches;
+  slice.dropout.first_batch = batch;
+  for (TensorView* view :
+       {&slice.query, &slice.key, &slice.value, &slice.output, &slice.grad_output, &slice.grad_weights}) {
+    *view = from_batch(*view, batch, element_bytes);
+  }
+  for (TensorView* view : {&slice.grad_lse, &slice.grad_key_mass, &slice.grad_mask}) {
+    *view = from_batch(*view, batch, accumulator_bytes);
+  }
+  slice.rule.mask = from_batch(whole.rule.mask, batch, mask_bytes);
+  slice.rule.sinks = from_batch(whole.rule.sinks, batch, sink_bytes);
+  const int64_t heads_before = batch * whole.shape.query_heads;
+  slice.lse = static_cast<const char*>(whole.lse) + heads_before * whole.shape.query_len * accumulator_bytes;
+  if (whole.grad_sinks != nullptr) {
+    slice.grad_sinks = static_cast<char*>(whole.grad_sinks) + heads_before * accumulator_bytes;
+  }
+  if (whole.grad_mask.batch_offsets == nullptr && whole.grad_mask.batch_stride != 0) {
+    slice.grad_mask_size = batches * whole.grad_mask.batch_stride;
+  }
+  return slice;
 }
 
 SdpaInputs backward_cpu(const SdpaOutputs& grads, const SdpaArgs& args, const at::Tensor& output,
@@ -113,8 +95,17 @@ SdpaInputs backward_cpu(const SdpaOutputs& grads, const SdpaArgs& args, const at
   check_grads(grads, checked);
   Inputs inputs(args, checked);
   const IncomingGrads incoming(grads, args.query.scalar_type());
-  const OutgoingGrads outgoing(args, inputs, wanted);
+  const CallSizes& sizes = inputs.sizes;
+  const auto dtype = args.query.scalar_type();
+  const auto accumulated = args.query.options().dtype(accumulation_dtype(dtype));
+  OutgoingGrad query(args.query, wanted.query, inputs.views, sizes, sizes.heads, sizes.query_len,
+                     sizes.head_dim);
+  OutgoingGrad key(args.key, wanted.key, inputs.views, sizes, inputs.shape.key_heads, sizes.key_len,
+                   sizes.head_dim);
+  OutgoingGrad value(args.value, wanted.value, inputs.views, sizes, inputs.shape.key_heads, sizes.key_len,
+                     sizes.value_dim);
   const at::Tensor plain_lse = lse.contiguous();
+  at::Tensor grad_mask, grad_sinks;
 
   BackwardParams params;
   params.shape = inputs.shape;
@@ -129,20 +120,42 @@ SdpaInputs backward_cpu(const SdpaOutputs& grads, const SdpaArgs& args, const at
   params.grad_lse = readable(inputs.views, incoming.lse);
   params.grad_weights = readable(inputs.views, incoming.weights);
   params.grad_key_mass = readable(inputs.views, incoming.key_mass);
-  params.grad_query = writable(inputs.views, outgoing.query);
-  params.grad_key = writable(inputs.views, outgoing.key);
-  params.grad_value = writable(inputs.views, outgoing.value);
-  if (outgoing.attn_mask.defined()) {
-    params.grad_mask = inputs.views.matrix(outgoing.attn_mask);
-    params.grad_mask_size = outgoing.attn_mask.numel();
+  if (wanted.attn_mask) {
+    grad_mask = with_huge_pages(at::empty(args.attn_mask.sizes(), accumulated)).zero_();
+    params.grad_mask = inputs.views.matrix(grad_mask);
+    params.grad_mask_size = grad_mask.numel();
   }
-  if (outgoing.sinks.defined()) {
-    params.grad_sinks = outgoing.sinks.data_ptr();
+  if (wanted.sinks) {
+    grad_sinks = at::zeros({sizes.batch, sizes.heads}, accumulated);
+    params.grad_sinks = grad_sinks.data_ptr();
   }
-  run_backward(kernels_of(table->backward, args.query.scalar_type()), params);
-  return {in_shape_of(outgoing.query, args.query), in_shape_of(outgoing.key, args.key),
-          in_shape_of(outgoing.value, args.value), in_shape_of(outgoing.attn_mask, args.attn_mask),
-          in_shape_of(outgoing.sinks, args.sinks)};
+
+  const int64_t batch_bytes = query.slice_bytes() + key.slice_bytes() + value.slice_bytes();
+  const int64_t slice =
+      batch_bytes == 0 ? sizes.batch
+                       : std::clamp<int64_t>(kSliceBytes / batch_bytes, 1, std::max<int64_t>(sizes.batch, 1));
+  query.make_slice(slice, sizes.head_dim);
+  key.make_slice(slice, sizes.head_dim);
+  value.make_slice(slice, sizes.value_dim);
+  const auto bytes_of = [](const at::Tensor& t) {
+    return t.defined() ? static_cast<int64_t>(t.element_size()) : 0;
+  };
+  const BackwardKernels& kernels = kernels_of(table->backward, dtype);
+  for (int64_t batch = 0; batch < sizes.batch; batch += slice) {
+    const int64_t batches = std::min(slice, sizes.batch - batch);
+    BackwardParams part = slice_of(params, batch, batches, bytes_of(args.query), bytes_of(plain_lse),
+                                   bytes_of(args.attn_mask), bytes_of(args.sinks));
+    part.grad_query = query.slice_from(batch);
+    part.grad_key = key.slice_from(batch);
+    part.grad_value = value.slice_from(batch);
+    run_backward(kernels, part);
+    for (const OutgoingGrad* grad : {&query, &key, &value}) {
+      grad->add_slice(batch, batches, useful_threads(part.shape));
+    }
+  }
+  return {query.result(), key.result(), value.result(),
+          grad_mask.defined() ? grad_mask.to(args.attn_mask.scalar_type()) : grad_mask,
+          sum_sinks(inputs.views, sizes, grad_sinks, args.sinks)};
 }
 
 }  // namespace

@@ -1,10 +1,7 @@
 #include "fork.h"
 
+#include <ATen/Parallel.h>
 #include <pthread.h>
-
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 namespace attn_ext::cpu {
 
@@ -17,20 +14,16 @@ bool is_forked_child = false;
 }  // namespace
 
 OneThreadInForkedChild::OneThreadInForkedChild() {
-#ifdef _OPENMP
   if (is_forked_child) {
-    threads_before_ = omp_get_max_threads();
-    omp_set_num_threads(1);
+    threads_before_ = at::get_num_threads();
+    at::set_num_threads(1);  // of the matrix libraries too
   }
-#endif
 }
 
 OneThreadInForkedChild::~OneThreadInForkedChild() {
-#ifdef _OPENMP
   if (threads_before_ > 0) {
-    omp_set_num_threads(threads_before_);
+    at::set_num_threads(threads_before_);
   }
-#endif
 }
 
 }  // namespace attn_ext::cpu

@@ -32,7 +32,7 @@ void run_forward(const ForwardKernels& kernels, const ForwardParams& params) {
 
 /// Through no dispatcher: all keys above the CPU's are done with.
 at::Tensor empty_output(const CallSizes& sizes, std::initializer_list<int64_t> tail, at::ScalarType dtype) {
-  return with_huge_pages(at::detail::empty_cpu(sizes.output_shape(tail), dtype));
+  return at::Tensor(with_huge_pages(at::detail::empty_cpu(sizes.output_shape(tail), dtype)));
 }
 
 void add_output(Inputs& inputs, ForwardParams& params, const at::Tensor& output) {

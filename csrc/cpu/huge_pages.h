@@ -2,8 +2,6 @@
 // the work that fills it.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cstddef>
 #include <cstdint>
 
@@ -28,7 +26,8 @@ inline void ask_for_huge_pages([[maybe_unused]] void* memory, [[maybe_unused]] s
 }
 
 /// Huge pages for a new tensor where it is large.
-inline const at::Tensor& with_huge_pages(const at::Tensor& tensor) {
+template <class Tensor>
+const Tensor& with_huge_pages(const Tensor& tensor) {
   constexpr size_t kLarge = size_t{8} << 20;
   if (tensor.nbytes() >= kLarge) {
     ask_for_huge_pages(tensor.data_ptr(), tensor.nbytes());

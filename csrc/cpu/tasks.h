@@ -1,12 +1,12 @@
-// Rounds of independent tasks over the threads of ATen's pool.
+// Rounds of independent tasks over torch's threads, and the memory that they work in.
 #pragma once
 
-#include <ATen/Parallel.h>
-
 #include <atomic>
+#include <cstdint>
 #include <new>
 
 #include "huge_pages.h"
+#include "openmp.h"
 
 namespace attn_ext::cpu {
 
@@ -83,11 +83,9 @@ void run_tasks(int64_t tasks, int threads, Function function) {
     return;
   }
   std::atomic<int64_t> next{0};
-  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t slot = begin; slot < end; ++slot) {
-      for (int64_t task = next++; task < tasks; task = next++) {
-        function(task, slot);
-      }
+  run_slots(threads, [&](int64_t slot) {
+    for (int64_t task = next++; task < tasks; task = next++) {
+      function(task, slot);
     }
   });
 }

@@ -259,13 +259,14 @@ void set_params(const Case& c, Problem& in) {
   }
 }
 
-Gradients run(const Case& c, const cpu::KernelTable& table, const Problem& in, int threads) {
+Gradients run(const Case& c, const cpu::KernelTable& table, const Problem& in, int threads,
+              bool wide = false) {
   const Placement dense{.edge = c.placement.edge};
-  Gradients g = make_gradients(c, c.dtype, dense, NAN);
+  Gradients g = make_gradients(c, wide ? accumulator(c.dtype) : c.dtype, dense, NAN);
   cpu::BackwardParams p = in.params;
-  if (c.query) p.grad_query = g.query.view;
-  if (c.key) p.grad_key = g.key.view;
-  if (c.value) p.grad_value = g.value.view;
+  if (c.query) p.grad_query = {g.query.view, wide};
+  if (c.key) p.grad_key = {g.key.view, wide};
+  if (c.value) p.grad_value = {g.value.view, wide};
   if (c.sinks) p.grad_sinks = g.sinks.view.data;
   if (c.mask_grad) {
     p.grad_mask = g.mask.view;
@@ -311,6 +312,10 @@ void run_case(const cpu::KernelSet& isa, const Case& base, ScalarKind dtype) {
   make_inputs(c, 42, in);
   save_forward(c, in);
   set_params(c, in);
+  if (kRacesOnly) {
+    run(c, *isa.kernels, in, kRacingThreads);
+    return;
+  }
   Gradients want = make_gradients(c, ScalarKind::kFloat64, {}, 0);
   for (int64_t b = 0; b < c.batch; ++b)
     for (int64_t h = 0; h < c.query_heads; ++h)
@@ -325,9 +330,13 @@ void run_case(const cpu::KernelSet& isa, const Case& base, ScalarKind dtype) {
   const int before = failures;
   // Where there is one key, or the mask has no keys, the sums are 0 but for rounding.
   const double least_score = c.key_len == 1 ? 2.0 : 0.02;
-  if (c.query) compare(got.query, want.query, tolerance, least_score, name + " query");
-  if (c.key) compare(got.key, want.key, tolerance, least_score, name + " key");
-  if (c.value) compare(got.value, want.value, tolerance, 0.02, name + " value");
+  const auto compare_inputs = [&](const Gradients& g, const std::string& which) {
+    if (c.query) compare(g.query, want.query, tolerance, least_score, name + which + " query");
+    if (c.key) compare(g.key, want.key, tolerance, least_score, name + which + " key");
+    if (c.value) compare(g.value, want.value, tolerance, 0.02, name + which + " value");
+  };
+  compare_inputs(got, "");
+  if (size_of(dtype) == 2) compare_inputs(run(c, *isa.kernels, in, 1, true), " wide");
   const double least_mask = std::strchr(c.mask, 'c') != nullptr ? least_score : 2.0;
   if (c.mask_grad) compare(got.mask, want.mask, tolerance, least_mask, name + " mask");
   if (c.sinks) compare(got.sinks, want.sinks, tolerance, 0.02, name + " sinks");

@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
@@ -243,8 +244,18 @@ struct ScratchMemory {
   GuardedMemory memory;
 };
 
-// function(task, slot) for every task, as if by `threads` threads: by threads indeed where ThreadSanitizer
-// looks on, else one after the other from both ends, to mix up their order.
+// Where ThreadSanitizer looks on, all cases run on several threads, and nothing is looked for but races: the
+// plain loops that results are compared with would take many times as long.
+#if defined(__SANITIZE_THREAD__)
+constexpr bool kRacesOnly = true;
+#else
+constexpr bool kRacesOnly = false;
+#endif
+constexpr int kRacingThreads = 3;
+
+// function(task, slot) for every task, as if by `threads` threads: by threads indeed where races are
+// looked for, else one after the other from both ends, to mix up their order. The counter is relaxed, or it
+// would put one thread's task before another's next one, and hide that the two share memory.
 template <typename Function>
 void run_tasks(int64_t count, int threads, Function function) {
 #if defined(__SANITIZE_THREAD__)
@@ -252,7 +263,8 @@ void run_tasks(int64_t count, int threads, Function function) {
   std::vector<std::thread> team;
   for (int slot = 0; slot < threads; ++slot) {
     team.emplace_back([&next, count, slot, &function] {
-      for (int64_t task = next++; task < count; task = next++) function(task, slot);
+      const auto take = [&next] { return next.fetch_add(1, std::memory_order_relaxed); };
+      for (int64_t task = take(); task < count; task = take()) function(task, slot);
     });
   }
   for (std::thread& thread : team) thread.join();

@@ -98,7 +98,7 @@ template <typename T, int Degree, bool Select>
 ATTN_EXT_INLINE Vec<T> weights_of(Vec<T> s, Vec<T> scale, Vec<T> lse) {
   const Vec<T> p = exp2<T, Degree>(multiply_add(s, scale, -lse));
   if constexpr (!Select) return p;
-  return (s == -kInfinity<T>) | (lse == kInfinity<T>) ? Vec<T>{} : p;
+  return ((s == -kInfinity<T>) | (lse == kInfinity<T>)) ? Vec<T>{} : p;
 }
 
 // P and dS = P (dP - delta), in place; Select: dP may be anything where P is 0.

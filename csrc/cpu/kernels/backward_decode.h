@@ -9,6 +9,7 @@
 #include "backward_pack.h"
 #include "backward_tile.h"
 #include "dot_rows.h"
+#include "gradient_rows.h"
 #include "query_block.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
@@ -90,69 +91,6 @@ DecodeScratch<S> take_decode_scratch(Arena& arena, const BackwardParams& params,
   return s;
 }
 
-// Past the caches: into lines that nobody will read soon, and that need not be read to be written.
-template <typename V>
-ATTN_EXT_INLINE void stream(void* p, V v) {
-#if defined(__x86_64__)
-  if constexpr (sizeof(V) == 8) {
-    long long bits;
-    memcpy(&bits, &v, sizeof(v));
-    _mm_stream_si64(static_cast<long long*>(p), bits);
-  } else if constexpr (sizeof(V) == 16) {
-    _mm_stream_si128(static_cast<__m128i*>(p), (__m128i)v);
-  }
-#if defined(__AVX2__)
-  if constexpr (sizeof(V) == 32) _mm256_stream_si256(static_cast<__m256i*>(p), (__m256i)v);
-#endif
-#if defined(__AVX512F__)
-  if constexpr (sizeof(V) == 64) _mm512_stream_si512(static_cast<__m512i*>(p), (__m512i)v);
-#endif
-#else
-  memcpy(p, &v, sizeof(v));
-#endif
-}
-
-ATTN_EXT_INLINE void finish_streams() {
-#if defined(__x86_64__)
-  _mm_sfence();
-#endif
-}
-
-ATTN_EXT_INLINE Vec<float> to_element(Vec<float> v, float*) {
-  return v;
-}
-ATTN_EXT_INLINE Vec<double> to_element(Vec<double> v, double*) {
-  return v;
-}
-ATTN_EXT_INLINE HalfBits to_element(Vec<float> v, BFloat16*) {
-#if defined(__AVX512BF16__)
-  return (HalfBits)_mm512_cvtneps_pbh((__m512)v);
-#else
-  return narrow(bfloat16_bits(v));
-#endif
-}
-ATTN_EXT_INLINE HalfBits to_element(Vec<float> v, Float16*) {
-  Float16 halves[kLanes<float>];
-  store_element(halves, v);
-  return load_half_bits(&halves[0].bits);
-}
-
-// out = scale * from; streamed: `to` and count are whole vectors.
-template <typename S, bool Streamed>
-void write_scaled_row(const typename S::Accum* from, typename S::Element* to, int64_t count,
-                      Vec<typename S::Accum> scale) {
-  int64_t c = 0;
-  for (; c + S::kLane <= count; c += S::kLane) {
-    const auto v = to_element(load(from + c) * scale, to);
-    if constexpr (Streamed) {
-      stream(to + c, v);
-    } else {
-      memcpy(to + c, &v, sizeof(v));
-    }
-  }
-  if (c < count) store_element_partial(to + c, load(from + c) * scale, count - c);
-}
-
 template <typename S>
 class DecodeBlock {
  public:
@@ -205,7 +143,7 @@ class DecodeBlock {
   void add_to_terms(TilePass pass);
   void finish_row(TilePass pass, int64_t row, KeyRange keys);
   void add_mask_grads(int64_t row, KeyRange keys);
-  void store_key_side(const T* left, const T* right, int64_t dim, const TensorView& grad, KeyRange keys,
+  void store_key_side(const T* left, const T* right, int64_t dim, const GradView& grad, KeyRange keys,
                       T scale);
   void clear_key_side(KeyRange keys);
   void add_grad_query(const T* keys, int64_t stride, int64_t count, bool finite);
@@ -430,7 +368,7 @@ void DecodeBlock<S>::finish_row(TilePass pass, int64_t row, KeyRange keys) {
 
 // The gradients of keys or of values, scale (rows, kStepKeys)^T . (rows, dim), into the caller's tensor.
 template <typename S>
-void DecodeBlock<S>::store_key_side(const T* left, const T* right, int64_t dim, const TensorView& grad,
+void DecodeBlock<S>::store_key_side(const T* left, const T* right, int64_t dim, const GradView& grad,
                                     KeyRange keys, T scale) {
   const int64_t padded = padded_value_dim<S>(dim), width = value_panel_width<S>(dim);
   const int64_t count = keys.end - keys.begin;
@@ -450,18 +388,16 @@ void DecodeBlock<S>::store_key_side(const T* left, const T* right, int64_t dim, 
     }
   }
   for (int64_t j = 0; j < count; ++j) {
-    Element* to = row_pointer<Element>(grad, batch_, key_head_, keys.begin + j);
-    const bool streamed = streamed_ && reinterpret_cast<uintptr_t>(to) % kVectorBytes == 0;
-    (streamed ? write_scaled_row<S, true> : write_scaled_row<S, false>)(s_.out + j * padded, to, dim,
-                                                                        broadcast(scale));
+    write_gradient_row<S>(s_.out + j * padded, grad, batch_, key_head_, keys.begin + j, dim, scale,
+                          streamed_);
   }
 }
 
 template <typename S>
 void DecodeBlock<S>::clear_key_side(KeyRange keys) {
-  const auto clear = [&](const TensorView& grad, int64_t dim) {
+  const auto clear = [&](const GradView& grad, int64_t dim) {
     for (int64_t j = keys.begin; grad.data != nullptr && j < keys.end; ++j) {
-      memset(row_pointer<Element>(grad, batch_, key_head_, j), 0, static_cast<size_t>(dim) * sizeof(Element));
+      clear_gradient_row<S>(grad, batch_, key_head_, j, dim);
     }
   };
   clear(params_.grad_key, params_.shape.head_dim);
@@ -524,8 +460,7 @@ void DecodeBlock<S>::step(TilePass pass, KeyRange keys) {
     store_key_side(s_.weights, s_.grad_rows, shape.value_dim, params_.grad_value, keys, 1);
   } else if (params_.grad_value.data != nullptr) {
     for (int64_t j = keys.begin; j < keys.end; ++j) {
-      memset(row_pointer<Element>(params_.grad_value, batch_, key_head_, j), 0,
-             static_cast<size_t>(shape.value_dim) * sizeof(Element));
+      clear_gradient_row<S>(params_.grad_value, batch_, key_head_, j, shape.value_dim);
     }
   }
   if (params_.grad_key.data != nullptr) {
@@ -543,9 +478,7 @@ template <typename S>
 void DecodeBlock<S>::visit(TilePass pass, KeyRange keys) {
   PhiloxRow state;
   if (params_.dropout.enabled) {
-    set_philox_seed(state,
-                    static_cast<uint64_t>(params_.dropout.seeds[batch_ / params_.dropout.batches_per_seed]));
-    state.batch = static_cast<uint32_t>(batch_ % params_.dropout.batches_per_seed);
+    set_philox_batch(state, params_.dropout, batch_);
   }
   for (int64_t first = keys.begin; first < keys.end; first += kStepKeys) {
     const KeyRange these{first, smaller(first + kStepKeys, keys.end)};

@@ -213,11 +213,8 @@ void DecodeTasks<S>::merge(const BackwardParams& params, const BackwardPlan& pla
     for (int64_t d = 0; centred && d < dim; d += S::kLane) {
       store(sums + d, load(sums + d) - broadcast(grads) * load(centre.centre + d));
     }
-    write_scaled_row<S, false>(
-        sums,
-        row_pointer<Element>(params.grad_query, unit.batch, unit.key_head * group + r / shape.query_len,
-                             r % shape.query_len),
-        shape.head_dim, broadcast(static_cast<T>(params.rule.scale)));
+    write_gradient_row<S>(sums, params.grad_query, unit.batch, unit.key_head * group + r / shape.query_len,
+                          r % shape.query_len, shape.head_dim, static_cast<T>(params.rule.scale));
   }
 }
 

@@ -4,31 +4,20 @@
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
 template <typename S>
-void store_scaled_row(const typename S::Accum* from, typename S::Element* to, int64_t count,
-                      Vec<typename S::Accum> scale) {
-  int64_t c = 0;
-  for (; c + S::kLane <= count; c += S::kLane) store_element(to + c, load(from + c) * scale);
-  if (c < count) store_element_partial(to + c, load(from + c) * scale, count - c);
-}
-
-template <typename S>
 void BackwardTasks<S>::store_key_block(const BackwardParams& params, const BackwardPlan& plan,
                                        const UnitMemory& memory, Unit unit, int64_t block) {
   const AttentionShape& shape = params.shape;
   const int64_t first = block * plan.block_keys;
   const T* grad_key = key_sums(memory, block);
   const T* grad_value = grad_key + plan.block_keys * padded_value_dim<S>(shape.head_dim);
-  const Vec<T> scale = broadcast(static_cast<T>(params.rule.scale));
   for (int64_t r = 0; r < block_count(shape.key_len, plan.block_keys, block); ++r) {
     if (params.grad_key.data != nullptr) {
-      store_scaled_row<S>(grad_key + r * padded_value_dim<S>(shape.head_dim),
-                          row_pointer<Element>(params.grad_key, unit.batch, unit.key_head, first + r),
-                          shape.head_dim, scale);
+      write_gradient_row<S>(grad_key + r * padded_value_dim<S>(shape.head_dim), params.grad_key, unit.batch,
+                            unit.key_head, first + r, shape.head_dim, static_cast<T>(params.rule.scale));
     }
     if (params.grad_value.data != nullptr) {
-      store_scaled_row<S>(grad_value + r * padded_value_dim<S>(shape.value_dim),
-                          row_pointer<Element>(params.grad_value, unit.batch, unit.key_head, first + r),
-                          shape.value_dim, broadcast(static_cast<T>(1)));
+      write_gradient_row<S>(grad_value + r * padded_value_dim<S>(shape.value_dim), params.grad_value,
+                            unit.batch, unit.key_head, first + r, shape.value_dim, 1);
     }
   }
 }
@@ -39,6 +28,15 @@ void BackwardTasks<S>::store_query_block(const BackwardParams& params, const Bac
                                          const UnitMemory& memory, Unit unit, int64_t group_head,
                                          int64_t block) {
   if (params.grad_query.data == nullptr) return;
+  params.grad_query.wide ? store_query_block_as<T>(params, plan, memory, unit, group_head, block)
+                         : store_query_block_as<Element>(params, plan, memory, unit, group_head, block);
+}
+
+template <typename S>
+template <typename Out>
+void BackwardTasks<S>::store_query_block_as(const BackwardParams& params, const BackwardPlan& plan,
+                                            const UnitMemory& memory, Unit unit, int64_t group_head,
+                                            int64_t block) {
   const AttentionShape& shape = params.shape;
   const int64_t head = unit.key_head * group_size(shape) + group_head, dim = shape.head_dim;
   const int64_t first = block * plan.block_queries;
@@ -50,7 +48,7 @@ void BackwardTasks<S>::store_query_block(const BackwardParams& params, const Bac
     const int64_t width = smaller(S::kPanel, round_up(count, S::kLane) - panel);
     for (int64_t d = 0; d < dim; d += S::kLane) {
       const T* from = sums + panel * dim + d * width + q - panel;
-      Element* to = row_pointer<Element>(params.grad_query, unit.batch, head, first + q) + d;
+      Out* to = row_pointer<Out>(params.grad_query, unit.batch, head, first + q) + d;
       const int64_t row_stride = params.grad_query.row_stride;
       Vec<T> square[kLanes<T>];
       if (dim - d >= S::kLane && count - q >= S::kLane) {

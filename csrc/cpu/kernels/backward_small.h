@@ -324,9 +324,8 @@ void SmallUnit<S>::add_rows(int64_t first, int64_t count) {
                     s_.grad_query);
     if (bad_keys_) add_bad_keys(count);
     for (int64_t r = 0; r < count; ++r) {
-      write_scaled_row<S, false>(s_.grad_query + r * padded_value_dim<S>(shape.head_dim),
-                                 row_pointer<Element>(params_.grad_query, batch_, head_, first + r),
-                                 shape.head_dim, broadcast(static_cast<T>(params_.rule.scale)));
+      write_gradient_row<S>(s_.grad_query + r * padded_value_dim<S>(shape.head_dim), params_.grad_query,
+                            batch_, head_, first + r, shape.head_dim, static_cast<T>(params_.rule.scale));
     }
   }
   // P and dS are 0 where a query does not see a key, and 0 NaN would be NaN: a query's NaN and Inf stay out
@@ -385,14 +384,13 @@ void SmallUnit<S>::add_head(int64_t head, T sink) {
 template <typename S>
 void SmallUnit<S>::store_keys() {
   const AttentionShape& shape = params_.shape;
-  const auto write = [&](const T* from, const TensorView& grad, int64_t dim, bool there, double scale) {
+  const auto write = [&](const T* from, const GradView& grad, int64_t dim, bool there, double scale) {
     for (int64_t j = 0; grad.data != nullptr && j < shape.key_len; ++j) {
-      Element* to = row_pointer<Element>(grad, batch_, key_head_, j);
       if (there && j < keys_) {
-        write_scaled_row<S, false>(from + j * padded_value_dim<S>(dim), to, dim,
-                                   broadcast(static_cast<T>(scale)));
+        write_gradient_row<S>(from + j * padded_value_dim<S>(dim), grad, batch_, key_head_, j, dim,
+                              static_cast<T>(scale));
       } else {
-        memset(to, 0, static_cast<size_t>(dim) * sizeof(Element));
+        clear_gradient_row<S>(grad, batch_, key_head_, j, dim);
       }
     }
   };

@@ -36,8 +36,7 @@ template <typename S>
 void SmallUnit<S>::draw_row(int64_t row) {
   const DropoutRule& rule = params_.dropout;
   PhiloxRow state;
-  set_philox_seed(state, static_cast<uint64_t>(rule.seeds[batch_ / rule.batches_per_seed]));
-  state.batch = static_cast<uint32_t>(batch_ % rule.batches_per_seed);
+  set_philox_batch(state, rule, batch_);
   state.head = static_cast<uint32_t>(head_);
   state.row = static_cast<uint32_t>(row);
   const T scale = static_cast<T>(rule.keep_scale);

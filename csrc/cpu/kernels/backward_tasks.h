@@ -104,6 +104,9 @@ struct BackwardTasks {
                               const UnitMemory& memory, Unit unit, int64_t block);
   static void store_query_block(const BackwardParams& params, const BackwardPlan& plan,
                                 const UnitMemory& memory, Unit unit, int64_t group_head, int64_t block);
+  template <typename Out>
+  static void store_query_block_as(const BackwardParams& params, const BackwardPlan& plan,
+                                   const UnitMemory& memory, Unit unit, int64_t group_head, int64_t block);
   static void store_sink(const BackwardParams& params, const BackwardPlan& plan, const UnitMemory& memory,
                          Unit unit, int64_t group_head);
   static void finish(const BackwardParams& params, const BackwardPlan& plan, int64_t task, void* shared);

@@ -230,8 +230,7 @@ template <typename S>
 void BackwardTile<S>::draw_dropout(int64_t panel) {
   const DropoutRule& rule = params_.dropout;
   PhiloxRow state;
-  set_philox_seed(state, static_cast<uint64_t>(rule.seeds[batch_ / rule.batches_per_seed]));
-  state.batch = static_cast<uint32_t>(batch_ % rule.batches_per_seed);
+  set_philox_batch(state, rule, batch_);
   state.head = static_cast<uint32_t>(head_);
   keep_first_ = round_down(key_first_, kDropoutColumns);
   const T scale = static_cast<T>(rule.keep_scale);

@@ -51,8 +51,14 @@ struct ScoreRule {
   TensorView sinks;                           // (B, Hq): batch and head strides only
 };
 
-// Philox4x32-10 draws, keyed by a seed; the batch b has seed seeds[b / batches_per_seed] and counts as batch
-// b % batches_per_seed in the counter. Column j of a row is word (j >> 4) & 3 of counter
+// Where an outgoing gradient is written; column_stride 1. Wide: in float (double for float64) whatever the
+// query's dtype, because it is to be added to others.
+struct GradView : TensorView {
+  bool wide = false;
+};
+
+// Philox4x32-10 draws, keyed by a seed; the batch b of the whole call has seed seeds[b / batches_per_seed]
+// and counts as batch b % batches_per_seed in the counter. Column j of a row is word (j >> 4) & 3 of counter
 // (16 * (j >> 6) + (j & 15), row, head, batch); it is kept iff that word >= threshold.
 struct DropoutRule {
   bool enabled = false;
@@ -60,6 +66,7 @@ struct DropoutRule {
   double keep_scale = 1.0;  // 1 / (1 - p), 0 for p = 1
   const int64_t* seeds = nullptr;
   int64_t batches_per_seed = 1;
+  int64_t first_batch = 0;  // what batch 0 of a backward pass is in the whole call
 };
 
 struct ForwardParams {
@@ -80,12 +87,12 @@ struct BackwardParams {
   ScoreRule rule;
   DropoutRule dropout;
   TensorView query, key, value, output;
-  const void* lse = nullptr;                    // (B, Hq, Lq) contiguous, T
-  TensorView grad_output;                       // (B, Hq, Lq, Dv)
-  TensorView grad_lse;                          // (B, Hq, Lq, 1), T
-  TensorView grad_weights;                      // (B, Hq, Lq, Lk)
-  TensorView grad_key_mass;                     // (B, Hq, 1, Lk), T
-  TensorView grad_query, grad_key, grad_value;  // as query, key, value with all of B; column_stride 1
+  const void* lse = nullptr;                  // (B, Hq, Lq) contiguous, T
+  TensorView grad_output;                     // (B, Hq, Lq, Dv)
+  TensorView grad_lse;                        // (B, Hq, Lq, 1), T
+  TensorView grad_weights;                    // (B, Hq, Lq, Lk)
+  TensorView grad_key_mass;                   // (B, Hq, 1, Lk), T
+  GradView grad_query, grad_key, grad_value;  // as query, key, value with all of B
   // Sums to be added to, in T: the caller has zeroed them. Strides of 0 where the mask broadcasts.
   TensorView grad_mask;
   int64_t grad_mask_size = 0;  // elements from grad_mask.data on

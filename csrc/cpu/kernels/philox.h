@@ -5,6 +5,7 @@
 
 #include <type_traits>
 
+#include "params.h"
 #include "simd.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
@@ -22,6 +23,12 @@ ATTN_EXT_INLINE void set_philox_seed(PhiloxRow& state, uint64_t seed) {
     state.key0[i] = static_cast<uint32_t>(seed) + i * 0x9E3779B9u;
     state.key1[i] = static_cast<uint32_t>(seed >> 32) + i * 0xBB67AE85u;
   }
+}
+
+ATTN_EXT_INLINE void set_philox_batch(PhiloxRow& state, const DropoutRule& rule, int64_t batch) {
+  batch += rule.first_batch;
+  set_philox_seed(state, static_cast<uint64_t>(rule.seeds[batch / rule.batches_per_seed]));
+  state.batch = static_cast<uint32_t>(batch % rule.batches_per_seed);
 }
 
 ATTN_EXT_INLINE Vec<uint64_t> multiply_low_halves(Vec<uint64_t> a, uint32_t b) {

@@ -1,0 +1,132 @@
+// The gradients that a backward pass gives, in the shapes of the inputs.
+#pragma once
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+
+#include "../args.h"
+#include "huge_pages.h"
+#include "tasks.h"
+#include "tensor_view.h"
+
+namespace attn_ext::cpu {
+
+/// The view's elements from a batch on.
+inline TensorView from_batch(TensorView view, int64_t batch, int64_t element_bytes) {
+  if (view.batch_offsets != nullptr) {
+    view.batch_offsets += batch;
+  } else if (view.data != nullptr) {
+    view.data = static_cast<char*>(view.data) + batch * view.batch_stride * element_bytes;
+  }
+  return view;
+}
+
+/// The gradient of query, key or value. Where the input is broadcast over batch or heads, the kernels write
+/// those of a slice of the batch at a time, unrounded, and they are added up in the input's own shape: batch
+/// after batch and head after head, whatever the slices and the threads.
+class OutgoingGrad {
+ public:
+  OutgoingGrad(const at::Tensor& input, bool wanted, Views& views, const CallSizes& sizes, int64_t heads,
+               int64_t rows, int64_t columns)
+      : heads_(heads), matrix_size_(rows * columns), dtype_(input.scalar_type()) {
+    if (!wanted) {
+      return;
+    }
+    is_sum_ = input.numel() != sizes.batch * heads * matrix_size_;
+    const auto accumulated = input.options().dtype(accumulation_dtype(dtype_));
+    grad_ = is_sum_ ? at::zeros(input.sizes(), accumulated)
+                    : with_huge_pages(at::empty(input.sizes(), input.options()));
+    view_ = views.matrix(grad_);
+    view_.column_stride = 1;
+  }
+
+  /// Of a batch, 0 where nothing is added up.
+  int64_t slice_bytes() const { return is_sum_ ? heads_ * matrix_size_ * grad_.element_size() : 0; }
+
+  void make_slice(int64_t batches, int64_t columns) {
+    if (!is_sum_) {
+      return;
+    }
+    slice_ = at::empty({batches, heads_, matrix_size_}, grad_.options());
+    slice_view_.data = slice_.data_ptr();
+    slice_view_.batch_stride = heads_ * matrix_size_;
+    slice_view_.head_stride = matrix_size_;
+    slice_view_.row_stride = columns;
+    slice_view_.column_stride = 1;
+    slice_view_.wide = true;
+  }
+
+  /// Where the kernels write the gradients of a slice that begins with this batch.
+  GradView slice_from(int64_t batch) const {
+    if (is_sum_ || !grad_.defined()) {
+      return slice_view_;
+    }
+    return {from_batch(view_, batch, grad_.element_size())};
+  }
+
+  void add_slice(int64_t batch, int64_t batches, int threads) const {
+    if (is_sum_) {
+      dtype_ == at::kDouble ? add<double>(batch, batches, threads) : add<float>(batch, batches, threads);
+    }
+  }
+
+  at::Tensor result() const { return is_sum_ ? grad_.to(dtype_) : grad_; }
+
+ private:
+  /// A task takes some elements of a head's matrix through all of the slice, of all heads where these have
+  /// one sum.
+  template <class T>
+  void add(int64_t batch, int64_t batches, int threads) const {
+    const int64_t pieces = (matrix_size_ + kPiece - 1) / kPiece;
+    const int64_t heads_apart = view_.head_stride != 0 ? heads_ : 1;
+    const TensorView to = from_batch(view_, batch, sizeof(T));
+    run_tasks(heads_apart * pieces, threads, [&](int64_t task, int64_t) {
+      const int64_t begin = task % pieces * kPiece, end = std::min(begin + kPiece, matrix_size_);
+      for (int64_t b = 0; b < batches; ++b) {
+        const int64_t offset = to.batch_offsets != nullptr ? to.batch_offsets[b] : b * to.batch_stride;
+        for (int64_t h = task / pieces; h < heads_; h += heads_apart) {
+          T* sum = static_cast<T*>(to.data) + offset + h * to.head_stride;
+          const T* grad = static_cast<const T*>(slice_view_.data) + (b * heads_ + h) * matrix_size_;
+          for (int64_t i = begin; i < end; ++i) {
+            sum[i] += grad[i];
+          }
+        }
+      }
+    });
+  }
+
+  static constexpr int64_t kPiece = 2048;  // elements, which stay in the nearest cache
+
+  int64_t heads_, matrix_size_;
+  at::ScalarType dtype_;
+  bool is_sum_ = false;
+  at::Tensor grad_;  // in the input's own shape
+  TensorView view_;  // of it
+  at::Tensor slice_;
+  GradView slice_view_;
+};
+
+/// The gradients of sinks, (batch..., Hq), in the shape of the sinks.
+inline at::Tensor sum_sinks(Views& views, const CallSizes& sizes, const at::Tensor& grads,
+                            const at::Tensor& sinks) {
+  if (!grads.defined()) {
+    return grads;
+  }
+  const at::Tensor sum = at::zeros(sinks.sizes(), grads.options());
+  const TensorView view = views.per_head(sum);
+  const auto add = [&](auto* to, const auto* from) {
+    for (int64_t b = 0; b < sizes.batch; ++b) {
+      const int64_t offset = view.batch_offsets != nullptr ? view.batch_offsets[b] : b * view.batch_stride;
+      for (int64_t h = 0; h < sizes.heads; ++h) {
+        to[offset + h * view.head_stride] += from[b * sizes.heads + h];
+      }
+    }
+  };
+  grads.scalar_type() == at::kDouble ? add(static_cast<double*>(view.data), grads.const_data_ptr<double>())
+                                     : add(static_cast<float*>(view.data), grads.const_data_ptr<float>());
+  return sum.to(sinks.scalar_type());
+}
+
+}  // namespace attn_ext::cpu
