@@ -162,7 +162,8 @@ void QueryBlock<S>::scores_masked(int64_t tile, KeyRange span, const TileArgs<Pr
           row_pointer<const M>(params_.rule.mask, batch_, s_.row_head[tile + r], s_.row_index[tile + r]) +
           block_key_ + span.begin;
     }
-    masked_tile<Product>(args, rows, units_.scale);
+    // All but a run's first panel have been asked for by the panel before.
+    masked_tile<Product>(args, rows, units_.scale, span.begin == runs_[0].begin ? 0 : S::kPanel);
   });
 }
 

@@ -150,16 +150,18 @@ void mask_span(T* scores, int64_t begin, int64_t end, const M* mask, int64_t str
 }
 
 // A whole tile of scores that meets its mask in registers, where that costs no pass of its own:
-// out = scale left . right + mask, row r of the mask at rows[r].
+// out = scale left . right + mask, row r of the mask at rows[r]. Memory is asked for the columns from `ahead`
+// on.
 template <typename Product, typename M>
 void masked_tile(const TileArgs<Product>& args, const M* const (&rows)[kTileRows],
-                 typename Product::Accum scale) {
+                 typename Product::Accum scale, int64_t ahead) {
   using T = typename Product::Accum;
   constexpr int kWidth = kLanes<T>;
   constexpr int kLineElements = 64 / sizeof(M);
+  constexpr int kColumns = kTileVectors * kWidth;
 #pragma GCC unroll 8
   for (int r = 0; r < kTileRows; ++r) {
-    for (int j = 0; j < kTileVectors * kWidth; j += kLineElements) __builtin_prefetch(rows[r] + j);
+    for (int64_t j = ahead; j < 2 * kColumns; j += kLineElements) __builtin_prefetch(rows[r] + j);
   }
   Vec<T> sums[kTileRows][kTileVectors] = {};
   multiply_tile(args, sums);
