@@ -51,12 +51,17 @@ void QueryBlock<S>::finish_rows(int64_t group) {
 
 template <typename S>
 bool QueryBlock<S>::output_is_finite() const {
-  Vec<T> residue = {};  // x - x is 0, NaN for what is not finite
-  for (int64_t r = 0; r < rows_; ++r) {
-    const T* row = s_.output + r * s_.output_stride;
-    for (int64_t c = 0; c < s_.output_stride; c += S::kLane) residue += load(row + c) - load(row + c);
+  constexpr int kChains = 4;
+  Vec<T> residue[kChains] = {};  // x - x is 0, NaN for what is not finite
+  const int64_t count = rows_ * s_.output_stride;
+  const T* x = s_.output;
+  int64_t i = 0;
+  for (; i + kChains * S::kLane <= count; i += kChains * S::kLane) {
+#pragma GCC unroll 4
+    for (int c = 0; c < kChains; ++c) residue[c] += load(x + i + c * S::kLane) - load(x + i + c * S::kLane);
   }
-  return lane_sum<T>(residue) == 0;
+  for (; i < count; i += S::kLane) residue[0] += load(x + i) - load(x + i);
+  return lane_sum<T>((residue[0] + residue[1]) + (residue[2] + residue[3])) == 0;
 }
 
 template <typename S>

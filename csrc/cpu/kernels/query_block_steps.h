@@ -119,6 +119,7 @@ void QueryBlock<S>::softmax(int64_t group, bool narrow) {
 template <typename S>
 void QueryBlock<S>::exponentials(int64_t group, bool narrow) {
   constexpr T kExactSteps = 256;
+  Vec<T> sums[kGroupRows + S::kLane] = {};
   for (int64_t r = group; r < group + group_rows(group); ++r) {
     T* row = score_row(group, r);
     const T top = s_.row_max[r];
@@ -138,7 +139,12 @@ void QueryBlock<S>::exponentials(int64_t group, bool narrow) {
       }
       sum = exp_span<T, S::kExpDegree>(row, begin, end, scale, origin, sum);
     });
-    s_.row_sum[r] += lane_sum<T>(sum);
+    sums[r - group] = sum;
+  }
+  for (int64_t r = 0; r < kGroupRows; r += S::kLane) {
+    Vec<T> lanes[S::kLane];
+    memcpy(lanes, sums + r, sizeof(lanes));
+    store(s_.row_sum + group + r, load(s_.row_sum + group + r) + lane_sums<T>(lanes));
   }
 }
 
