@@ -7,7 +7,7 @@ namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
 // So far ahead of what is being read, memory is asked for what comes next: into the second cache, as the
 // first can wait for too few lines at a time.
-constexpr int64_t kPrefetchBytes = 32768;
+constexpr int64_t kPrefetchBytes = 16384;
 
 // As load_operands, of the first `count` elements; zero in the others, and nothing past them is read.
 template <typename Product, typename Element>
