@@ -253,18 +253,19 @@ constexpr bool kRacesOnly = false;
 #endif
 constexpr int kRacingThreads = 3;
 
-// function(task, slot) for every task, as if by `threads` threads: by threads indeed where races are
-// looked for, else one after the other from both ends, to mix up their order. The counter is relaxed, or it
-// would put one thread's task before another's next one, and hide that the two share memory.
+// function(task, slot) for every task, as if by `threads` threads: by threads indeed where races are looked
+// for, else one after the other from both ends, to mix up their order. Threads do not take tasks from a
+// counter, of which the first might find all before the others have begun: neighbouring tasks are different
+// threads', and so are those that lie a round apart.
 template <typename Function>
 void run_tasks(int64_t count, int threads, Function function) {
 #if defined(__SANITIZE_THREAD__)
-  std::atomic<int64_t> next{0};
   std::vector<std::thread> team;
   for (int slot = 0; slot < threads; ++slot) {
-    team.emplace_back([&next, count, slot, &function] {
-      const auto take = [&next] { return next.fetch_add(1, std::memory_order_relaxed); };
-      for (int64_t task = take(); task < count; task = take()) function(task, slot);
+    team.emplace_back([count, threads, slot, &function] {
+      for (int64_t task = 0; task < count; ++task) {
+        if ((task + task / threads) % threads == slot) function(task, slot);
+      }
     });
   }
   for (std::thread& thread : team) thread.join();
