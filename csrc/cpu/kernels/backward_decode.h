@@ -273,7 +273,7 @@ void DecodeBlock<S>::finish_scores(KeyRange keys) {
     T* scores = s_.weights + r * kStepKeys;
     if (rule.softcap > 0) {
       cap_span(scores, s_.cap_slope + r * kStepKeys, 0, kStepKeys, units_);
-    } else if (scale_here && !has_bias(rule)) {
+    } else if (scale_here && !is_biased(rule)) {
       scale_span(scores, 0, kStepKeys, units_);
     }
     if (rule.mask_kind != ScalarKind::kNone) {

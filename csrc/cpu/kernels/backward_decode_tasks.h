@@ -74,7 +74,7 @@ void DecodeTasks<S>::plan(const BackwardParams& params, BackwardPlan& plan) {
                            : (plan.heads_share_mask ? 1 : shape.key_heads) *
                                  (plan.batches_share_mask ? 1 : shape.batch);
   plan.units_per_chain = units / larger(1, plan.chains);
-  plan.row_tasks = plan.exact_delta || has_bias(params.rule) ? units : 0;
+  plan.row_tasks = plan.exact_delta || is_biased(params.rule) ? units : 0;
   plan.run_tasks = plan.chains * plan.key_blocks;
   plan.finish_tasks = units;
   plan.sum_tasks = units > 0 && view.data != nullptr && view.column_stride == 0 ? 1 : 0;

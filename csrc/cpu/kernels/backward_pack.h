@@ -7,8 +7,8 @@
 //   dQ^T += K^T dS^T  left key_depth,  right the tile
 #pragma once
 
-#include "math.h"
 #include "scheme.h"
+#include "scores.h"
 #include "visibility.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
@@ -198,10 +198,6 @@ ATTN_EXT_INLINE bool is_far(T lse) {
   return lse != kInfinity<T> && (lse > static_cast<T>(kFarScore) || lse < static_cast<T>(-kFarScore));
 }
 
-ATTN_EXT_INLINE bool has_bias(const ScoreRule& rule) {
-  return rule.mask_kind != ScalarKind::kNone && rule.mask_kind != ScalarKind::kBool;
-}
-
 // lse, and delta = rowsum(dO O) - dLse unless the tiles are to make it.
 template <typename S>
 void set_row_terms(const BackwardParams& params, const QueryPack<S>& pack, int64_t batch, int64_t head,
@@ -226,7 +222,7 @@ void set_row_terms(const BackwardParams& params, const QueryPack<S>& pack, int64
       pack.delta[r] -= *row_pointer<const T>(params.grad_lse, batch, head, first + r);
     }
     if (!live) *pack.has_dead_rows = 1;
-    if (has_bias(params.rule) && is_far(pack.lse[r])) *pack.has_far_rows = 1;
+    if (is_biased(params.rule) && is_far(pack.lse[r])) *pack.has_far_rows = 1;
     pack.row_scale[r] = 1;
     pack.row_max[r] = -kInfinity<T>;
     pack.row_sum[r] = 0;

@@ -20,7 +20,7 @@ void BackwardTasks<S>::plan(const BackwardParams& params, int threads, BackwardP
   const int64_t query_tasks = plan.split ? shape.batch * shape.query_heads * plan.query_blocks : 0;
   const int64_t key_tasks = plan.split ? shape.batch * shape.key_heads * plan.key_blocks : 0;
   plan.prepare_tasks = query_tasks + key_tasks + 1;
-  plan.row_tasks = plan.exact_delta || has_bias(params.rule) ? query_tasks : 0;
+  plan.row_tasks = plan.exact_delta || is_biased(params.rule) ? query_tasks : 0;
   plan.run_tasks = plan.chains * (plan.split ? plan.segments : 1);
   plan.finish_tasks = query_tasks;
   plan.sum_tasks = plan.mask_copies > 1 ? smaller(kManyTasks, params.grad_mask_size) : 0;

@@ -11,11 +11,11 @@ void SmallUnit<S>::finish_scores(int64_t row, T* scores) {
   const bool scale_here = units_.scale_first && rule.softcap == 0;
   if (rule.softcap > 0) {
     cap_span(scores, s_.cap_slope, 0, stride_, units_);
-  } else if (scale_here && !has_bias(rule)) {
+  } else if (scale_here && !is_biased(rule)) {
     scale_span(scores, 0, stride_, units_);
   }
   // What a bool mask says of all keys of a query is in lse.
-  if (has_bias(rule) || (rule.mask_kind == ScalarKind::kBool && rule.mask.column_stride != 0)) {
+  if (is_biased(rule) || (rule.mask_kind == ScalarKind::kBool && rule.mask.column_stride != 0)) {
     with_mask_type<Element>(rule.mask_kind, [&](auto tag) {
       using M = typename decltype(tag)::Type;
       mask_span(scores, 0, stride_, row_pointer<const M>(rule.mask, batch_, head_, row),
@@ -106,7 +106,7 @@ void SmallUnit<S>::finish_full_row(int64_t row, int64_t index) {
   dead_rows_ |= !live;
   T lse = live ? natural * static_cast<T>(kLog2E) : kInfinity<T>;
   T scale = 1;
-  if (has_bias(rule) && is_far(lse)) set_far_row(scores, lse, scale);
+  if (is_biased(rule) && is_far(lse)) set_far_row(scores, lse, scale);
   const bool has_mass = params_.grad_key_mass.data != nullptr;
   const bool has_weights = params_.grad_weights.data != nullptr;
   T mass_grads[kSmallKeys];
@@ -332,13 +332,15 @@ bool SmallUnit<S>::all_near(int64_t first, int64_t begin, int64_t end) const {
 template <typename S>
 void SmallUnit<S>::finish_rows(int64_t first, int64_t count) {
   const ScoreRule& rule = params_.rule;
-  const bool by_key = rule.mask_kind != ScalarKind::kNone && (has_bias(rule) || rule.mask.column_stride != 0);
+  const bool by_key =
+      rule.mask_kind != ScalarKind::kNone && (is_biased(rule) || rule.mask.column_stride != 0);
   const int64_t vectors = stride_ / S::kLane;
+  // Only a bias scales the scores that it meets.
   const bool special = full_ || !wants_grads_ || vectors > kPlainVectors ||
-                       (by_key ? rule.mask.column_stride != 1 : units_.scale_first);
+                       (units_.scale_first && !is_biased(rule)) || (by_key && rule.mask.column_stride != 1);
   for (int64_t begin = 0; begin < count; begin += kSmallGroup) {
     const int64_t end = smaller(count, begin + kSmallGroup);
-    if (special || (has_bias(rule) && !all_near(first, begin, end))) {
+    if (special || (is_biased(rule) && !all_near(first, begin, end))) {
       for (int64_t r = begin; r < end; ++r) finish_full_row(first + r, r);
       if (S::kNarrow) narrow_rows(begin, end);
     } else if (!by_key) {
