@@ -81,7 +81,7 @@ void BackwardTasks<S>::choose_chains(const BackwardParams& params, BackwardPlan&
     // Copies cost a clearing and a summing: as many as there are tasks only of a small mask, else just a few.
     const int64_t size = larger(1, params.grad_mask_size);
     const int64_t few = smaller(pieces(kFewTasks, groups * longest), kMaskCopyElements / size);
-    const int64_t many = smaller(pieces(kManyTasks, groups), kSmallMaskElements / size);
+    const int64_t many = smaller(pieces(kMaskTasks, groups), kSmallMaskElements / size);
     plan.mask_copies = larger(1, smaller(larger(few, many), units / groups));
   }
   plan.chains = groups * plan.mask_copies;

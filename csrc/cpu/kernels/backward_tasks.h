@@ -11,6 +11,7 @@ constexpr int64_t kBackwardQueries = 256;
 constexpr int64_t kManyTasks = 128;              // enough for the threads of any machine
 constexpr int64_t kSegmentLength = 256;          // at least so many keys and queries
 constexpr int64_t kFewTasks = 16;                // enough for most
+constexpr int64_t kMaskTasks = 32;               // where each has a copy of a small mask gradient
 constexpr int64_t kMaskCopyElements = 1 << 22;   // of all copies of the mask gradient, to get few tasks
 constexpr int64_t kSmallMaskElements = 1 << 18;  // the same, to get many
 
