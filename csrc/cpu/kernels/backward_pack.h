@@ -211,7 +211,7 @@ void set_row_terms(const BackwardParams& params, const QueryPack<S>& pack, int64
   const Matrix<Element> output = rows_of<Element>(params.output, batch, head, first, count, shape.value_dim);
   const T* lse =
       static_cast<const T*>(params.lse) + (batch * shape.query_heads + head) * shape.query_len + first;
-  *pack.has_dead_rows = count < queries;
+  *pack.has_dead_rows = 0;
   *pack.has_far_rows = 0;
   for (int64_t r = 0; r < queries; ++r) {
     const bool live =
@@ -221,7 +221,7 @@ void set_row_terms(const BackwardParams& params, const QueryPack<S>& pack, int64
     if (r < count && params.grad_lse.data != nullptr) {
       pack.delta[r] -= *row_pointer<const T>(params.grad_lse, batch, head, first + r);
     }
-    if (!live) *pack.has_dead_rows = 1;
+    if (r < count && !live) *pack.has_dead_rows = 1;
     if (is_biased(params.rule) && is_far(pack.lse[r])) *pack.has_far_rows = 1;
     pack.row_scale[r] = 1;
     pack.row_max[r] = -kInfinity<T>;
