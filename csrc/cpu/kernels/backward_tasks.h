@@ -6,7 +6,7 @@
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
-constexpr int64_t kBackwardKeys = 192;  // of a block, at most
+constexpr int64_t kBackwardKeys = 216;  // of a block, at most
 constexpr int64_t kBackwardQueries = 256;
 constexpr int64_t kManyTasks = 128;              // enough for the threads of any machine
 constexpr int64_t kSegmentLength = 256;          // at least so many keys and queries
