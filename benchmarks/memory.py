@@ -10,17 +10,17 @@ held before the call, outputs and gradients included, and how long the call took
 import argparse
 import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from tqdm import tqdm
 
 import attn_ext
 
 MIB = 2**20
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Case = tuple[str, str, int]  # call, attention, length
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -75,6 +75,14 @@ def measure(attention: str, call: str, length: int, heads: int, dtype: str) -> t
     return (peak_bytes() - before) / MIB, time.perf_counter() - start
 
 
+def with_progress(cases: list[Case]) -> Iterable[Case]:
+    try:
+        from tqdm import tqdm
+    except ImportError:  # the extra `bench` brings it
+        return cases
+    return tqdm(cases, unit="call", disable=None)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -94,7 +102,7 @@ def main() -> None:
     ]
     context = multiprocessing.get_context("spawn")
     found = {}
-    for call, attention, length in tqdm(cases, unit="call"):
+    for call, attention, length in with_progress(cases):
         with context.Pool(1) as pool:
             found[call, attention, length] = pool.apply(
                 measure, (attention, call, length, args.heads, args.dtype)
