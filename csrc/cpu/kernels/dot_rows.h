@@ -49,6 +49,4 @@ inline void dot_rows(const typename Product::Operand* query, const typename Prod
   store(out, lane_sums<Accum>(sums));
 }
 
-// S (rows, keys) = Q . K^T, a vector of keys at a time.
-
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY
