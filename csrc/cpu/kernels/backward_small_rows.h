@@ -3,6 +3,14 @@
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
+// The lanes of a row's keys from `begin` on to `end`; -inf in the others.
+template <typename T>
+ATTN_EXT_INLINE Vec<T> keep_lanes(Vec<T> s, int64_t begin, int64_t end) {
+  const Vec<T> lane = lane_index<T>();
+  const auto kept = (lane >= broadcast(static_cast<T>(begin))) & (lane < broadcast(static_cast<T>(end)));
+  return kept ? s : broadcast(-kInfinity<T>);
+}
+
 // Scores, window and mask: units of log2, -inf where the row does not see a key and past the keys.
 template <typename S>
 void SmallUnit<S>::finish_scores(int64_t row, T* scores) {
@@ -22,9 +30,7 @@ void SmallUnit<S>::finish_scores(int64_t row, T* scores) {
                 rule.mask.column_stride, keys_, scale_here ? units_.scale : static_cast<T>(1));
     });
   }
-  const Vec<T> tail = load(scores + last);
-  store(scores + last,
-        lane_index<T>() < broadcast(static_cast<T>(keys_ - last)) ? tail : broadcast(-kInfinity<T>));
+  store(scores + last, keep_lanes<T>(load(scores + last), 0, keys_ - last));
   if (rule.window_left < 0 && rule.window_right < 0) return;
   const KeyRange seen = window_keys(rule, keys_, row);
   fill_span(scores, 0, is_empty(seen) ? keys_ : seen.begin, -kInfinity<T>);
@@ -185,14 +191,6 @@ void SmallUnit<S>::narrow_rows(int64_t begin, int64_t end) {
                    {load(grads + j), has_next ? load(grads + stride_ + j) : Vec<T>{}});
     }
   }
-}
-
-// The lanes of a row's keys from `begin` on to `end`; -inf in the others.
-template <typename T>
-ATTN_EXT_INLINE Vec<T> keep_lanes(Vec<T> s, int64_t begin, int64_t end) {
-  const Vec<T> lane = lane_index<T>();
-  const auto kept = (lane >= broadcast(static_cast<T>(begin))) & (lane < broadcast(static_cast<T>(end)));
-  return kept ? s : broadcast(-kInfinity<T>);
 }
 
 // finish_full_row() for rows with nothing special about them: P of a row and its sums.

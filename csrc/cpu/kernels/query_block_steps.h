@@ -151,10 +151,8 @@ void QueryBlock<S>::exponentials(int64_t group, bool narrow) {
 template <typename S>
 void QueryBlock<S>::dropout(int64_t group, bool narrow) {
   const DropoutRule& rule = params_.dropout;
-  const int64_t per_seed = rule.batches_per_seed;
   PhiloxRow state;
-  set_philox_seed(state, static_cast<uint64_t>(rule.seeds[batch_ / per_seed]));
-  state.batch = static_cast<uint32_t>(batch_ % per_seed);
+  set_philox_batch(state, rule, batch_);
   const int64_t end_row = group + group_rows(group);
   for (int64_t r = group; r < end_row; r += 2) {  // two rows of a tile, which share their span
     const int64_t rows = smaller(2, end_row - r);
