@@ -14,7 +14,7 @@ class Explanation:
     """The way that a call takes; printed, it is a short report."""
 
     path: str
-    """How the CPU kernels go: ``"whole-row"``, ``"online"``, ``"split"`` or ``"decode"``; or ``"aten"``, the
+    """How the CPU kernels go: ``"whole-row"``, ``"online"``, ``"split"`` or ``"few-rows"``; or ``"aten"``, the
     composition over ATen ops."""
     capability: str
     """The instruction set on the CPU, the device elsewhere."""

@@ -7,6 +7,7 @@
 #include "aten/problem.h"
 #include "capability.h"
 #include "cpu/call.h"
+#include "cpu/planned_call.h"
 
 namespace attn_ext {
 
@@ -55,14 +56,14 @@ struct PathText {
 
 PathText text_of(cpu::ForwardPath path) {
   switch (path) {
-    case cpu::ForwardPath::kRows:
+    case cpu::ForwardPath::kWholeRows:
       return {"whole-row", "all keys fit one block: softmax over whole rows"};
     case cpu::ForwardPath::kOnline:
       return {"online", "many keys: blocks of them with a running maximum and sum"};
     case cpu::ForwardPath::kSplit:
       return {"split", "few query rows, many keys: pieces of the keys apart, then merged"};
     default:
-      return {"decode", "a handful of query rows: keys and values are read once, in place"};
+      return {"few-rows", "a handful of query rows: keys and values are read once, in place"};
   }
 }
 
@@ -74,16 +75,15 @@ Explanation explain_kernels(SdpaArgs args, const cpu::KernelTable& table) {
   const cpu::Inputs inputs(args, check_args(args));
   const cpu::ForwardParams params = cpu::forward_params(inputs);
   const int threads = cpu::useful_threads(params.shape);
-  cpu::ForwardPlan plan;
-  cpu::kernels_of(table.forward, args.query.scalar_type()).plan(params, threads, plan);
+  const cpu::ForwardPlan plan =
+      cpu::plan_call(cpu::kernels_of(table.forward, args.query.scalar_type()), params, threads).plan;
   const PathText text = text_of(plan.path);
-  const int64_t packed = plan.pack_once ? plan.shared_bytes : 0;
   return {.path = text.name,
           .capability = cpu_capability(),
           .block_rows = plan.block_rows,
           .block_keys = plan.block_keys,
-          .packed_bytes = packed,
-          .scratch_bytes = plan.shared_bytes - packed + plan.thread_bytes * threads,
+          .packed_bytes = plan.packed_bytes,
+          .scratch_bytes = plan.shared_bytes - plan.packed_bytes + plan.thread_bytes * threads,
           .reason = text.why};
 }
 

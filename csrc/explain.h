@@ -11,7 +11,7 @@
 namespace attn_ext {
 
 struct Explanation {
-  std::string path;        // "aten", or how the kernels go: "whole-row", "online", "split", "decode"
+  std::string path;        // "aten", or how the kernels go: "whole-row", "online", "split", "few-rows"
   std::string capability;  // the instruction set, or the device's type where that is not the CPU
   int64_t block_rows;      // query rows worked on at once
   int64_t block_keys;      // keys worked on at once

@@ -214,7 +214,7 @@ CLAIMS: dict[str, dict[str, Callable[[], bool] | None]] = {
     "TorchScript": each(script),
     "`torch.export`": each(exports),
     "says which path a call takes": {
-        "attn_ext": lambda: attn_ext.explain(*tensors()).path == "decode",
+        "attn_ext": lambda: attn_ext.explain(*tensors()).path == "few-rows",
     },
 }
 

@@ -11,6 +11,7 @@
 #include "fork.h"
 #include "huge_pages.h"
 #include "outgoing_grads.h"
+#include "planned_call.h"
 #include "tasks.h"
 
 namespace attn_ext::cpu {
@@ -21,18 +22,9 @@ namespace {
 // still in the caches; the more, the better tasks balance.
 constexpr int64_t kSliceBytes = 1 << 23;
 
-void run_backward(const BackwardKernels& kernels, const BackwardParams& params) {
+void run_backward(const BackwardWays& ways, const BackwardParams& params) {
   const int threads = useful_threads(params.shape);
-  BackwardPlan plan;
-  kernels.plan(params, threads, plan);
-  const int64_t shared_bytes = (plan.shared_bytes + 63) / 64 * 64;
-  const Scratch memory(shared_bytes + plan.thread_bytes * threads);
-  for (int64_t round = 0; round < plan.rounds; ++round) {
-    run_tasks(kernels.tasks(plan, round), threads, [&](int64_t task, int64_t slot) {
-      kernels.run(params, plan, round, task, memory.data(),
-                  memory.data() + shared_bytes + slot * plan.thread_bytes);
-    });
-  }
+  run_rounds(plan_call(ways, params, threads), threads);
 }
 
 /// The incoming gradients, where necessary in the dtype of accumulation.
@@ -140,7 +132,7 @@ SdpaInputs backward_cpu(const SdpaOutputs& grads, const SdpaArgs& args, const at
   const auto bytes_of = [](const at::Tensor& t) {
     return t.defined() ? static_cast<int64_t>(t.element_size()) : 0;
   };
-  const BackwardKernels& kernels = kernels_of(table->backward, dtype);
+  const BackwardWays& ways = kernels_of(table->backward, dtype);
   for (int64_t batch = 0; batch < sizes.batch; batch += slice) {
     const int64_t batches = std::min(slice, sizes.batch - batch);
     BackwardParams part = slice_of(params, batch, batches, bytes_of(args.query), bytes_of(plain_lse),
@@ -148,7 +140,7 @@ SdpaInputs backward_cpu(const SdpaOutputs& grads, const SdpaArgs& args, const at
     part.grad_query = query.slice_from(batch);
     part.grad_key = key.slice_from(batch);
     part.grad_value = value.slice_from(batch);
-    run_backward(kernels, part);
+    run_backward(ways, part);
     for (const OutgoingGrad* grad : {&query, &key, &value}) {
       grad->add_slice(batch, batches, useful_threads(part.shape));
     }

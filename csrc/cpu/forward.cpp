@@ -9,25 +9,16 @@
 #include "call.h"
 #include "fork.h"
 #include "huge_pages.h"
+#include "planned_call.h"
 #include "tasks.h"
 
 namespace attn_ext::cpu {
 
 namespace {
 
-void run_forward(const ForwardKernels& kernels, const ForwardParams& params) {
+void run_forward(const KernelTable& table, at::ScalarType dtype, const ForwardParams& params) {
   const int threads = useful_threads(params.shape);
-  ForwardPlan plan;
-  kernels.plan(params, threads, plan);
-  const Scratch shared(plan.shared_bytes), private_memory(plan.thread_bytes * threads);
-  const auto own = [&](int64_t slot) { return private_memory.data() + slot * plan.thread_bytes; };
-  run_tasks(plan.pack_tasks, threads,
-            [&](int64_t task, int64_t) { kernels.pack(params, plan, task, shared.data()); });
-  run_tasks(plan.run_tasks, threads,
-            [&](int64_t task, int64_t slot) { kernels.run(params, plan, task, shared.data(), own(slot)); });
-  run_tasks(plan.finish_tasks, threads, [&](int64_t task, int64_t slot) {
-    kernels.finish(params, plan, task, shared.data(), own(slot));
-  });
+  run_rounds(plan_call(kernels_of(table.forward, dtype), params, threads), threads);
 }
 
 /// Through no dispatcher: all keys above the CPU's are done with.
@@ -66,7 +57,7 @@ SdpaOutputs forward_cpu(const SdpaArgs& args, SideOutputs wanted) {
     outputs.key_mass = empty_output(sizes, {sizes.key_len}, accumulated).zero_();
     params.key_mass = outputs.key_mass.data_ptr();
   }
-  run_forward(kernels_of(table->forward, dtype), params);
+  run_forward(*table, dtype, params);
   if (wanted.key_mass) {
     outputs.key_mass = outputs.key_mass.to(dtype);
   }
@@ -87,7 +78,7 @@ at::Tensor output_cpu(const SdpaArgs& args) {
   at::Tensor output = empty_output(sizes, {sizes.query_len, sizes.value_dim}, dtype);
   ForwardParams params = forward_params(inputs);
   add_output(inputs, params, output);
-  run_forward(kernels_of(table->forward, dtype), params);
+  run_forward(*table, dtype, params);
   return output;
 }
 

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/table.h"
+#include "kernels/interface/table.h"
 
 namespace attn_ext::cpu {
 

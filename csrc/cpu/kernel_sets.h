@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "kernels/table.h"
+#include "kernels/interface/table.h"
 
 namespace attn_ext::cpu {
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "../checks.h"
-#include "kernels/params.h"
+#include "kernels/interface/params.h"
 
 namespace attn_ext::cpu {
 

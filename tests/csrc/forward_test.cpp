@@ -644,7 +644,7 @@ int64_t run_all(const cpu::KernelSet& isa, const std::string& part) {
       ++count;
     }
     if (!part.empty()) continue;
-    check(paths.size() == 4, std::string(isa.name) + ": a path that no case takes");
+    check(paths.size() == cpu::kForwardPaths, std::string(isa.name) + ": a path that no case takes");
     for (const int64_t lq : {1, 5, 100}) {
       for (const int64_t lk : {60, 300, 1100, 1700}) {
         same_bits(isa, dtype, lq, lk, false);

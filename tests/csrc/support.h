@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "kernel_sets.h"
+#include "planned_call.h"
 
 namespace attn_ext::test {
 
@@ -292,33 +293,25 @@ class CallMemory {
   std::vector<std::unique_ptr<ScratchMemory>> own_;
 };
 
-inline cpu::ForwardPlan run_forward(const cpu::KernelTable& table, const cpu::ForwardParams& params,
-                                    int threads) {
-  const cpu::ForwardKernels& kernels = table.forward[dtype_row(params.shape.dtype)];
-  cpu::ForwardPlan plan{};
-  kernels.plan(params, threads, plan);
-  const CallMemory memory(plan.shared_bytes, plan.thread_bytes, threads);
-  run_tasks(plan.pack_tasks, threads,
-            [&](int64_t task, int) { kernels.pack(params, plan, task, memory.shared()); });
-  run_tasks(plan.run_tasks, threads, [&](int64_t task, int slot) {
-    kernels.run(params, plan, task, memory.shared(), memory.own(slot));
-  });
-  run_tasks(plan.finish_tasks, threads, [&](int64_t task, int slot) {
-    kernels.finish(params, plan, task, memory.shared(), memory.own(slot));
-  });
-  return plan;
+template <typename Ways, typename Params>
+auto run_call(const Ways& ways, const Params& params, int threads) {
+  const auto call = cpu::plan_call(ways, params, threads);
+  const CallMemory memory(call.plan.shared_bytes, call.plan.thread_bytes, threads);
+  for (int64_t round = 0; round < call.plan.rounds; ++round) {
+    run_tasks(call.tasks(round), threads,
+              [&](int64_t task, int slot) { call.run(round, task, memory.shared(), memory.own(slot)); });
+  }
+  return call.plan;
 }
 
-inline void run_backward(const cpu::KernelTable& table, const cpu::BackwardParams& params, int threads) {
-  const cpu::BackwardKernels& kernels = table.backward[dtype_row(params.shape.dtype)];
-  cpu::BackwardPlan plan{};
-  kernels.plan(params, threads, plan);
-  const CallMemory memory(plan.shared_bytes, plan.thread_bytes, threads);
-  for (int64_t round = 0; round < plan.rounds; ++round) {
-    run_tasks(kernels.tasks(plan, round), threads, [&](int64_t task, int slot) {
-      kernels.run(params, plan, round, task, memory.shared(), memory.own(slot));
-    });
-  }
+inline cpu::ForwardPlan run_forward(const cpu::KernelTable& table, const cpu::ForwardParams& params,
+                                    int threads) {
+  return run_call(table.forward[dtype_row(params.shape.dtype)], params, threads);
+}
+
+inline cpu::BackwardPlan run_backward(const cpu::KernelTable& table, const cpu::BackwardParams& params,
+                                      int threads) {
+  return run_call(table.backward[dtype_row(params.shape.dtype)], params, threads);
 }
 
 // Of small cases that together go through every size: the size of dim `dim` (0 to 3) in case n of [0,

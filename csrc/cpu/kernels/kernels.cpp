@@ -1,20 +1,10 @@
 // All kernels of one instruction set: compiled once for each, with its flags and its name as namespace.
-#include "backward_tasks.h"
-#include "forward_tasks.h"
-#include "table.h"
+#include "backward/backward.h"
+#include "forward/forward.h"
+#include "interface/table.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 namespace {
-
-template <typename S>
-constexpr ForwardKernels forward_kernels() {
-  return {ForwardTasks<S>::plan, ForwardTasks<S>::pack, ForwardTasks<S>::run, ForwardTasks<S>::finish};
-}
-
-template <typename S>
-constexpr BackwardKernels backward_kernels() {
-  return {BackwardTasks<S>::plan, BackwardTasks<S>::tasks, BackwardTasks<S>::run};
-}
 
 using Float64Scheme = Scheme<double, PlainProduct<double>, 11>;
 using Float32Scheme = Scheme<float, PlainProduct<float>, 5>;
@@ -28,9 +18,9 @@ using BFloat16Scheme = Scheme<BFloat16, PlainProduct<float>, 5>;
 }  // namespace
 
 extern const KernelTable kKernels;
-const KernelTable kKernels = {{forward_kernels<Float64Scheme>(), forward_kernels<Float32Scheme>(),
-                               forward_kernels<BFloat16Scheme>(), forward_kernels<Float16Scheme>()},
-                              {backward_kernels<Float64Scheme>(), backward_kernels<Float32Scheme>(),
-                               backward_kernels<BFloat16Scheme>(), backward_kernels<Float16Scheme>()}};
+const KernelTable kKernels = {{forward_ways<Float64Scheme>(), forward_ways<Float32Scheme>(),
+                               forward_ways<BFloat16Scheme>(), forward_ways<Float16Scheme>()},
+                              {backward_ways<Float64Scheme>(), backward_ways<Float32Scheme>(),
+                               backward_ways<BFloat16Scheme>(), backward_ways<Float16Scheme>()}};
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

@@ -1,0 +1,47 @@
+// delta from an output rounded to 16 bits is off by some e, and with it dS of the whole row by e P: dQ by e
+// times the mean key. Where a row of dS sums to 0, dQ = dS (K - c) for any c, and with c close to the mean
+// key e matters no more.
+#pragma once
+
+#include "../interface/params.h"
+#include "../matrix/matrix.h"
+#include "../matrix/scheme.h"
+#include "../vector/convert.h"
+
+namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
+
+// Whether dQ is made of keys less their centre.
+template <typename S>
+ATTN_EXT_INLINE bool keys_centre(const BackwardParams& params) {
+  const ScoreRule& rule = params.rule;
+  return sizeof(typename S::Element) == 2 && !S::kPaired && rule.mask_kind == ScalarKind::kNone &&
+         rule.sinks_kind == ScalarKind::kNone && rule.softcap == 0 && rule.window_left < 0 &&
+         rule.window_right < 0 && params.grad_lse.data == nullptr;
+}
+
+constexpr int64_t kCentreKeys = 256;
+
+// centre (padded D) = the mean of the head's first keys, 0 where that is not finite.
+template <typename S>
+void set_centre(const BackwardParams& params, int64_t batch, int64_t key_head, typename S::Accum* centre) {
+  using T = typename S::Accum;
+  using Element = typename S::Element;
+  const int64_t dim = params.shape.head_dim, count = smaller(kCentreKeys, params.shape.key_len);
+  const Matrix<Element> key = rows_of<Element>(params.key, batch, key_head, 0, count, dim);
+  for (int64_t d = 0; d < padded_dim<S>(dim); d += S::kLane) {
+    Vec<T> sum = {};
+    for (int64_t j = 0; j < count; ++j) {
+      const Element* from = key.data + j * key.row_stride + d * key.column_stride;
+      Element block[kLanes<T>];
+      if (key.column_stride != 1 || d + S::kLane > dim) {
+        gather_block(key, j, 1, d, S::kLane, block);
+        from = block;
+      }
+      sum += load_compute(from);
+    }
+    const Vec<T> mean = sum * (static_cast<T>(1) / static_cast<T>(count));
+    store(centre + d, mean - mean == Vec<T>{} ? mean : Vec<T>{});
+  }
+}
+
+}  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

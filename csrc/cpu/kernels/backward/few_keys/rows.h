@@ -1,0 +1,284 @@
+// FewKeysUnit: from S and dP of a block of rows to P and dS.
+#pragma once
+
+#include "unit.h"
+
+namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
+
+// The lanes of a row's keys from `begin` on to `end`; -inf in the others.
+template <typename T>
+ATTN_EXT_INLINE Vec<T> keep_lanes(Vec<T> s, int64_t begin, int64_t end) {
+  const Vec<T> lane = lane_index<T>();
+  const auto kept = (lane >= broadcast(static_cast<T>(begin))) & (lane < broadcast(static_cast<T>(end)));
+  return kept ? s : broadcast(-kInfinity<T>);
+}
+
+// The dropout factors of a row.
+template <typename S>
+void FewKeysUnit<S>::draw_row(int64_t row) const {
+  PhiloxRow state;
+  set_philox_batch(state, params_.dropout, unit_.batch);
+  state.head = static_cast<uint32_t>(head_);
+  state.row = static_cast<uint32_t>(row);
+  for (int64_t first = 0; first < stride_; first += kDropoutColumns) {
+    dropout_factors(state, params_.dropout, first / kDropoutColumns, s_.keep + first);
+  }
+}
+
+// For a far row, of which lse does not tell the sum.
+template <typename S>
+void FewKeysUnit<S>::set_far_row(RowSpan<S>& span) const {
+  const T top = lane_max<T>(add_to_max<S>(span.scores, 0, stride_, units_, broadcast(-kInfinity<T>)));
+  if (top == -kInfinity<T>) return;
+  const Vec<T> sums = add_to_sum<S>(span.scores, 0, stride_, units_, broadcast(top), Vec<T>{});
+  span.lse = {top};
+  span.row_scale = {far_row_scale(top, lane_sum<T>(sums), sink_)};
+}
+
+// delta from rowsum(P dP), and what it gives to the sink's gradient. The sum of all weights is 1 but for the
+// rounding of lse, which delta, a mean, must not take in.
+template <typename S>
+ATTN_EXT_INLINE typename S::Accum FewKeysUnit<S>::finish_delta(int64_t row, T lse, T sum, T weight_sum) {
+  const bool sinks = lse != -kInfinity<T> && sink_ != -kInfinity<T>;
+  const T share = sink_share(sink_, lse);
+  const T total = weight_sum + share;
+  T delta = total > 0 ? sum / total : sum;
+  if (params_.grad_lse.data != nullptr)
+    delta -= *row_pointer<const T>(params_.grad_lse, unit_.batch, head_, row);
+  if (sinks) sink_grad_ -= share * delta;
+  return delta;
+}
+
+// From S and dO V^T to P (after dropout) and dS; delta is made of the row's own P and dP.
+template <typename S>
+void FewKeysUnit<S>::finish_full_row(int64_t row, int64_t index) {
+  T mass_grads[kFewKeys], weight_grads[kFewKeys];
+  RowSpan<S> span = row_span<S>(params_, row_place(row), {0, keys_}, stride_, mass_grads, weight_grads);
+  span.scores = s_.scores + index * stride_;
+  span.grads = s_.grads + index * stride_;
+  span.softmax_scale = units_.softmax_scale;
+  finish_row_scores<S>(params_, units_, row_place(row), {0, keys_}, {span.scores, stride_}, s_.cap_slope);
+  const T natural = lse_rows<S>(params_, unit_.batch, head_)[row];
+  const bool dead = is_dead_row(row);
+  dead_rows_ |= dead;
+  span.lse = {dead ? kInfinity<T> : natural * static_cast<T>(kLog2E)};
+  if (is_biased(params_.rule) && is_far(span.lse.x)) set_far_row(span);
+  if (params_.dropout.enabled) {
+    draw_row(row);
+    span.keep = s_.keep;
+  }
+  Vec<T> sum = {}, weight_sum = {};
+  for (int64_t j = 0; j < stride_; j += S::kLane) {
+    const Vec<T> p = span.weight(j);
+    store(span.scores + j, p);
+    if (!wants_grads_) continue;
+    const Vec<T> grad = p == Vec<T>{} ? Vec<T>{} : span.grad(j) * span.factor(j);
+    weight_sum += p;
+    sum = multiply_add(p, grad, sum);
+    store(span.grads + j, grad);
+  }
+  const T delta = finish_delta(row, natural, lane_sum<T>(sum), lane_sum<T>(weight_sum));
+  for (int64_t j = 0; wants_grads_ && j < stride_; j += S::kLane) {
+    const Vec<T> p = load(span.scores + j);
+    store(span.grads + j, p == Vec<T>{} ? p : p * (load(span.grads + j) - broadcast(delta)));
+  }
+  if (grad_mask_ != nullptr)
+    add_mask_row(params_.grad_mask, grad_mask_, row_place(row), {0, keys_}, span.grads);
+  for (int64_t j = 0; span.keep != nullptr && j < stride_; j += S::kLane) {
+    store(span.scores + j, load(span.scores + j) * span.factor(j));
+  }
+  if (wants_grads_ && units_.capped) multiply_by_slope(span.grads, s_.cap_slope, 0, stride_);
+}
+
+// P and dS of two neighbouring rows as bfloat16: in pairs of rows, dS also in pairs of neighbouring keys.
+template <typename S>
+ATTN_EXT_INLINE void FewKeysUnit<S>::store_pairs([[maybe_unused]] int64_t r, [[maybe_unused]] int64_t j,
+                                                 [[maybe_unused]] const Vec<T> (&weights)[2],
+                                                 [[maybe_unused]] const Vec<T> (&grads)[2]) {
+#if defined(__AVX512BF16__)
+  if constexpr (S::kPaired) {
+    const Vec<int32_t> words = lane_index<int32_t>() * 0x10001 + (16 << 16);  // words 0, 16, 1, 17, ...
+    const __m512i p = (__m512i)_mm512_cvtne2ps_pbh((__m512)weights[1], (__m512)weights[0]);
+    const __m512i g = (__m512i)_mm512_cvtne2ps_pbh((__m512)grads[1], (__m512)grads[0]);
+    store(s_.weight_pairs + r / 2 * stride_ + j, (Vec<Operand>)_mm512_permutexvar_epi16((__m512i)words, p));
+    store(s_.grad_pairs + r / 2 * stride_ + j, (Vec<Operand>)_mm512_permutexvar_epi16((__m512i)words, g));
+    Operand* rows = s_.grad_rows + r * stride_ / 2;
+    const __m256i low = _mm512_castsi512_si256(g), high = _mm512_extracti64x4_epi64(g, 1);
+    memcpy(rows + j / 2, &low, sizeof(low));
+    memcpy(rows + (stride_ + j) / 2, &high, sizeof(high));
+  }
+#endif
+}
+
+// Rows [begin, end) of the block, of which finish_full_row() has made P and dS.
+template <typename S>
+void FewKeysUnit<S>::pair_rows(int64_t begin, int64_t end) {
+  for (int64_t r = begin; r < end; r += 2) {
+    const T* weights = s_.scores + r * stride_;
+    const T* grads = s_.grads + r * stride_;
+    for (int64_t j = 0; j < stride_; j += S::kLane) {
+      const bool has_next = r + 1 < end;
+      store_pairs(r, j, {load(weights + j), has_next ? load(weights + stride_ + j) : Vec<T>{}},
+                  {load(grads + j), has_next ? load(grads + stride_ + j) : Vec<T>{}});
+    }
+  }
+}
+
+// finish_full_row() for rows with nothing special about them: P of a row and its sums.
+template <typename S>
+template <int Vectors, typename M>
+ATTN_EXT_INLINE void FewKeysUnit<S>::make_plain_weights(T* scores, const T* grads, const M* mask, Range seen,
+                                                        T lse, T& sum, T& weight_sum) const {
+  const int64_t keys = keys_;
+  const Vec<T> factor = broadcast(units_.softmax_scale), mask_factor = broadcast(units_.scale);
+  const Vec<T> shift = broadcast(-lse);
+  const bool has_window = seen.begin > 0 || seen.end < keys;
+  Vec<T> sums = {}, weight_sums = {};
+#pragma GCC unroll 8
+  for (int v = 0; v < Vectors; ++v) {
+    const int64_t j = v * S::kLane;
+    Vec<T> s = load(scores + j);
+    if constexpr (!std::is_same_v<M, void>) {
+      if (v + 1 < Vectors || j + S::kLane == keys) {
+        s = apply_mask<T>(s, mask + j, mask_factor);
+      } else {
+        s = apply_mask_partial<T>(s, mask + j, keys - j, mask_factor);
+      }
+    }
+    if (v + 1 == Vectors || has_window) s = keep_lanes<T>(s, seen.begin - j, seen.end - j);
+    const Vec<T> power = exp2<T, S::kExpDegree>(multiply_add(s, factor, shift));
+    const Vec<T> p = s == -kInfinity<T> ? Vec<T>{} : power;
+    store(scores + j, p);
+    weight_sums += p;
+    sums = multiply_add(p, p == Vec<T>{} ? Vec<T>{} : load(grads + j), sums);
+  }
+  sum = lane_sum<T>(sums);
+  weight_sum = lane_sum<T>(weight_sums);
+}
+
+// dS of `Rows` neighbouring rows, of which P and dP are there; added to the mask's gradient where it has
+// rows.
+template <typename S>
+template <int Vectors, int Rows>
+ATTN_EXT_INLINE void FewKeysUnit<S>::make_plain_grads(int64_t r, const T* deltas, T* mask_grads, bool keeps) {
+  const int64_t keys = keys_, stride = stride_, mask_stride = params_.grad_mask.row_stride;
+  const T* weights = s_.scores + r * stride;
+  T* grads = s_.grads + r * stride;
+#pragma GCC unroll 8
+  for (int v = 0; v < Vectors; ++v) {
+    const int64_t j = v * S::kLane;
+    Vec<T> p[2] = {}, grad[2] = {};
+#pragma GCC unroll 2
+    for (int k = 0; k < Rows; ++k) {
+      p[k] = load(weights + k * stride + j);
+      const Vec<T> centred = load(grads + k * stride + j) - broadcast(deltas[k]);
+      grad[k] = p[k] == Vec<T>{} ? p[k] : p[k] * centred;
+      if (keeps) store(grads + k * stride + j, grad[k]);
+      if (mask_grads == nullptr) continue;
+      T* to = mask_grads + k * mask_stride + j;
+      if (v + 1 < Vectors || j + S::kLane == keys) {
+        store(to, load(to) + grad[k]);
+      } else {
+        add_row(to, 1, grad[k], keys - j);
+      }
+    }
+    store_pairs(r, j, p, grad);
+  }
+}
+
+// All that is made of up to kFewKeysBand rows: the deltas come together, so that no row waits for its own.
+template <typename S>
+template <int Vectors, typename M>
+void FewKeysUnit<S>::finish_plain_rows(int64_t first, int64_t begin, int64_t end) {
+  const ScoreRule& rule = params_.rule;
+  const TensorView& view = params_.grad_mask;
+  const bool has_window = rule.window_left >= 0 || rule.window_right >= 0;
+  const T* lse = lse_rows<S>(params_, unit_.batch, head_) + first;
+  T sums[kFewKeysBand], weight_sums[kFewKeysBand], deltas[kFewKeysBand];
+  for (int64_t r = begin; r < end; ++r) {
+    T* scores = s_.scores + r * stride_;
+    sums[r - begin] = weight_sums[r - begin] = 0;
+    if (is_dead_row(first + r)) {
+      dead_rows_ = true;
+      memset(scores, 0, static_cast<size_t>(stride_) * sizeof(T));
+      continue;
+    }
+    const M* mask = nullptr;
+    if constexpr (!std::is_same_v<M, void>)
+      mask = row_pointer<const M>(rule.mask, unit_.batch, head_, first + r);
+    make_plain_weights<Vectors>(scores, s_.grads + r * stride_, mask,
+                                has_window ? window_keys(rule, keys_, first + r) : Range{0, keys_},
+                                lse[r] * static_cast<T>(kLog2E), sums[r - begin], weight_sums[r - begin]);
+  }
+  for (int64_t r = begin; r < end; ++r) {
+    deltas[r - begin] = finish_delta(first + r, lse[r], sums[r - begin], weight_sums[r - begin]);
+  }
+  const bool has_rows = grad_mask_ != nullptr && view.column_stride == 1;
+  const bool keeps = !S::kPaired || bad_keys_ || (grad_mask_ != nullptr && !has_rows);
+  T* mask_grads = grad_mask_ + (has_rows ? batch_offset(view, unit_.batch) + head_ * view.head_stride : 0);
+  int64_t r = begin;
+  for (; S::kPaired && r + 1 < end; r += 2) {
+    make_plain_grads<Vectors, 2>(r, deltas + (r - begin),
+                                 has_rows ? mask_grads + (first + r) * view.row_stride : nullptr, keeps);
+  }
+  for (; r < end; ++r) {
+    make_plain_grads<Vectors, 1>(r, deltas + (r - begin),
+                                 has_rows ? mask_grads + (first + r) * view.row_stride : nullptr, keeps);
+  }
+  for (r = begin; grad_mask_ != nullptr && !has_rows && r < end; ++r) {
+    add_mask_row(view, grad_mask_, row_place(first + r), {0, keys_}, s_.grads + r * stride_);
+  }
+}
+
+// finish_plain_rows() for so many vectors.
+template <typename S>
+template <typename M>
+typename FewKeysUnit<S>::PlainRows FewKeysUnit<S>::plain_rows(int64_t vectors) {
+  constexpr auto with = [](auto count) -> PlainRows {
+    return [](FewKeysUnit& unit, int64_t first, int64_t begin, int64_t end) {
+      unit.template finish_plain_rows<decltype(count)::value, M>(first, begin, end);
+    };
+  };
+  static constexpr PlainRows kTable[kPlainVectors] = {
+      with(std::integral_constant<int, 1>{}), with(std::integral_constant<int, 2>{}),
+      with(std::integral_constant<int, 3>{}), with(std::integral_constant<int, 4>{}),
+      with(std::integral_constant<int, 5>{}), with(std::integral_constant<int, 6>{}),
+      with(std::integral_constant<int, 7>{}), with(std::integral_constant<int, 8>{})};
+  return kTable[vectors - 1];
+}
+
+// Whether lse says of all of the rows what their sums are.
+template <typename S>
+bool FewKeysUnit<S>::all_near(int64_t first, int64_t begin, int64_t end) const {
+  const T* lse = lse_rows<S>(params_, unit_.batch, head_) + first;
+  bool near = true;
+  for (int64_t r = begin; r < end; ++r)
+    near &= lse[r] == -kInfinity<T> || !is_far(lse[r] * static_cast<T>(kLog2E));
+  return near;
+}
+
+template <typename S>
+void FewKeysUnit<S>::finish_rows(int64_t first, int64_t count) {
+  const ScoreRule& rule = params_.rule;
+  const bool by_key =
+      rule.mask_kind != ScalarKind::kNone && (is_biased(rule) || rule.mask.column_stride != 0);
+  const int64_t vectors = stride_ / S::kLane;
+  // Only a bias scales the scores that it meets.
+  const bool special = full_ || !wants_grads_ || vectors > kPlainVectors ||
+                       (units_.scale_first && !is_biased(rule)) || (by_key && rule.mask.column_stride != 1);
+  for (int64_t begin = 0; begin < count; begin += kFewKeysBand) {
+    const int64_t end = smaller(count, begin + kFewKeysBand);
+    if (special || (is_biased(rule) && !all_near(first, begin, end))) {
+      for (int64_t r = begin; r < end; ++r) finish_full_row(first + r, r);
+      if (S::kPaired) pair_rows(begin, end);
+    } else if (!by_key) {
+      plain_rows<void>(vectors)(*this, first, begin, end);
+    } else {
+      with_mask_type<Element>(rule.mask_kind, [&](auto tag) {
+        plain_rows<typename decltype(tag)::Type>(vectors)(*this, first, begin, end);
+      });
+    }
+  }
+}
+
+}  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

@@ -1,0 +1,403 @@
+// The backward pass of few query rows against many keys, bound by reading keys and values once and writing
+// their gradients once. All query rows of a key head's group meet its keys a few at a time:
+//   S = Q K^T,  dP = dO V^T     dot products of rows as they lie in memory
+//   dV = P^T dO,  dK = dS^T Q   done with these keys, so rounded and written
+//   dQ += dS K                  kept for the merge of the pieces of the keys
+#pragma once
+
+#include "../../interface/backward.h"
+#include "../../matrix/arena.h"
+#include "../../matrix/multiply.h"
+#include "../../matrix/row_dots.h"
+#include "../../scores/dropout_draw.h"
+#include "../chains.h"
+#include "../finite.h"
+#include "../gradient_rows.h"
+#include "../row_gradients.h"
+#include "../row_terms.h"
+
+namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
+
+constexpr int64_t kStepKeys = 16;  // worked on at once
+static_assert(kDropoutColumns % kStepKeys == 0);
+
+// rows: all of a group, head by head.
+template <typename S>
+struct FewRowsScratch {
+  using T = typename S::Accum;
+  using Element = typename S::Element;
+  using Operand = typename S::Operand;
+  RowTerms<S> terms;
+  Operand* query;        // (rows, query_stride), as the dot products want them
+  Operand* grad_output;  // (rows, value_stride)
+  T* query_rows;         // (rows, padded D): 0 in place of NaN and Inf
+  T* grad_rows;          // (rows, padded Dv): 0 in dead rows
+  T* grad_query;         // (rows, padded D), to be scaled
+  T* grad_sums;          // (rows, lanes): sums of dS
+  T *weights, *grads;    // (rows, kStepKeys): S, then P after dropout; dP, then dS
+  T* cap_slope;          // (rows, kStepKeys): 1 - tanh^2
+  T* keep;               // (rows, kDropoutColumns): dropout factors
+  Element* gathered;     // (kStepKeys, D or Dv): what cannot be read in place; (Lq, D or Dv): what is cleaned
+  T* key_rows;           // (kStepKeys, padded D): keys as float
+  T* out;                // (kStepKeys, padded dim): dK or dV
+  int64_t query_stride, value_stride;
+};
+
+template <typename S>
+FewRowsScratch<S> take_few_rows_scratch(Arena& arena, const BackwardParams& params) {
+  using T = typename S::Accum;
+  using Operand = typename S::Operand;
+  const AttentionShape& shape = params.shape;
+  const int64_t rows = group_size(shape) * shape.query_len;
+  const int64_t dim = padded_dim<S>(shape.head_dim), value_dim = padded_dim<S>(shape.value_dim);
+  FewRowsScratch<S> s{};
+  s.query_stride = row_stride_of<S>(shape.head_dim);
+  s.value_stride = row_stride_of<S>(shape.value_dim);
+  s.terms = take_row_terms<S>(arena, rows);
+  s.query = take<Operand>(arena, rows * s.query_stride);
+  s.grad_output = take<Operand>(arena, rows * s.value_stride);
+  s.query_rows = take<T>(arena, rows * dim);
+  s.grad_rows = take<T>(arena, rows * value_dim);
+  s.grad_query = take<T>(arena, rows * dim);
+  s.grad_sums = take<T>(arena, rows * S::kLane);
+  s.weights = take<T>(arena, rows * kStepKeys);
+  s.grads = take<T>(arena, rows * kStepKeys);
+  if (params.rule.softcap > 0) s.cap_slope = take<T>(arena, rows * kStepKeys);
+  if (params.dropout.enabled) s.keep = take<T>(arena, rows * kDropoutColumns);
+  s.gathered = take<typename S::Element>(
+      arena, larger(kStepKeys, shape.query_len) * larger(shape.head_dim, shape.value_dim));
+  s.key_rows = take<T>(arena, kStepKeys * dim);
+  s.out = take<T>(arena, kStepKeys * larger(dim, value_dim));
+  return s;
+}
+
+template <typename S>
+class FewRowsBlock {
+ public:
+  using T = typename S::Accum;
+  using Element = typename S::Element;
+  using Operand = typename S::Operand;
+  using Product = typename S::Product;
+
+  FewRowsBlock(const BackwardParams& params, const BackwardPlan& plan, const FewRowsScratch<S>& scratch)
+      : params_(params),
+        s_(scratch),
+        units_(score_units<T>(params.rule)),
+        group_(group_size(params.shape)),
+        rows_(group_ * params.shape.query_len),
+        exact_delta_(plan.exact_delta),
+        streamed_(plan.few_rows.streamed) {}
+  FewRowsBlock(const FewRowsBlock&) = delete;
+  FewRowsBlock& operator=(const FewRowsBlock&) = delete;
+
+  // The group of a key head: its rows' lse and delta, as far as they follow from the rows.
+  void set_unit(Unit unit);
+  // After that: what the keys are to meet. The rows' terms must be known by now.
+  void pack_rows_of_unit();
+  // Lets the rows meet some keys, from a multiple of kDropoutColumns on.
+  void visit(Pass pass, Range keys);
+
+ private:
+  int64_t head_of(int64_t row) const { return unit_.key_head * group_ + row / params_.shape.query_len; }
+  int64_t query_of(int64_t row) const { return row % params_.shape.query_len; }
+  Matrix<Element> rows_of_head(const TensorView& view, int64_t group_head, int64_t dim) const {
+    return rows_of<Element>(view, unit_.batch, unit_.key_head * group_ + group_head, 0,
+                            params_.shape.query_len, dim);
+  }
+  Matrix<Element> key_side(const TensorView& view, Range keys, int64_t dim) const {
+    return rows_of<Element>(view, unit_.batch, unit_.key_head, keys.begin, keys.end - keys.begin, dim);
+  }
+  RowPlace row_place(int64_t row) const { return {unit_.batch, head_of(row), query_of(row)}; }
+  template <typename Clean>
+  void pack_side(const TensorView& view, int64_t dim, Operand* operands, T* rows, Clean clean) const;
+  bool is_live(Range keys) const;
+  void multiply_rows(const Operand* left, int64_t left_stride, const Matrix<Element>& right, T* out) const;
+  bool scores_are_finite() const;
+  void step(Pass pass, Range keys);
+  void draw_dropout(int64_t first_key) const;
+  void finish_step_scores(Range keys) const;
+  void add_to_terms(Pass pass) const;
+  void finish_row(Pass pass, int64_t row, Range keys) const;
+  void store_key_sides(Range keys) const;
+  void store_key_side(const T* left, const T* right, int64_t dim, const GradView& grad, Range keys,
+                      T scale) const;
+  void clear_key_side(const GradView& grad, Range keys, int64_t dim) const;
+  void add_grad_query(const Matrix<Element>& key, bool finite) const;
+
+  const BackwardParams& params_;
+  const FewRowsScratch<S>& s_;
+  const ScoreUnits<T> units_;
+  const int64_t group_, rows_;
+  const bool exact_delta_, streamed_;
+  Unit unit_{0, 0};
+};
+
+template <typename S>
+void FewRowsBlock<S>::set_unit(Unit unit) {
+  unit_ = unit;
+  const int64_t count = params_.shape.query_len;
+  int64_t dead = 0, far = 0;
+  for (int64_t g = 0; g < group_; ++g) {
+    const RowTerms<S> terms = s_.terms.from(g * count);
+    set_row_terms<S>(params_, terms, unit.batch, unit.key_head * group_ + g, {0, count}, count, exact_delta_);
+    dead |= *terms.has_dead_rows;
+    far |= *terms.has_far_rows;
+  }
+  *s_.terms.has_dead_rows = dead;
+  *s_.terms.has_far_rows = far;
+}
+
+// The rows as operands as they are, and as float as clean(rows of a head, its first row) leaves them.
+template <typename S>
+template <typename Clean>
+void FewRowsBlock<S>::pack_side(const TensorView& view, int64_t dim, Operand* operands, T* rows,
+                                Clean clean) const {
+  const int64_t count = params_.shape.query_len, width = padded_dim<S>(dim), stride = row_stride_of<S>(dim);
+  for (int64_t g = 0; g < group_; ++g) {
+    const Matrix<Element> m = rows_of_head(view, g, dim);
+    pack_rows<Product>(m, 0, count, operands + g * count * stride, stride);
+    pack_rows<PlainProduct<T>>(clean(m, g * count), 0, count, rows + g * count * width, width);
+  }
+}
+
+template <typename S>
+void FewRowsBlock<S>::pack_rows_of_unit() {
+  const AttentionShape& shape = params_.shape;
+  pack_side(params_.query, shape.head_dim, s_.query, s_.query_rows,
+            [&](const Matrix<Element>& m, int64_t) { return finite_only(m, s_.gathered); });
+  fill_span(s_.grad_query, 0, rows_ * padded_dim<S>(shape.head_dim), static_cast<T>(0));
+  fill_span(s_.grad_sums, 0, rows_ * S::kLane, static_cast<T>(0));
+  if (params_.grad_output.data == nullptr) return;
+  pack_side(params_.grad_output, shape.value_dim, s_.grad_output, s_.grad_rows,
+            [&](const Matrix<Element>& m, int64_t first) {
+              if (*s_.terms.has_dead_rows == 0) return m;
+              return live_only(m, s_.gathered,
+                               [&](int64_t r) { return s_.terms.lse[first + r] == kInfinity<T>; });
+            });
+}
+
+// Whether any of the rows sees any of the keys.
+template <typename S>
+bool FewRowsBlock<S>::is_live(Range keys) const {
+  const ScoreRule& rule = params_.rule;
+  bool live = false;
+  for (int64_t r = 0; r < rows_ && !live; ++r) {
+    const Range seen = intersect(window_keys(rule, params_.shape.key_len, query_of(r)), keys);
+    if (is_empty(seen)) continue;
+    live = rule.mask_kind == ScalarKind::kNone;
+    with_mask_type<Element>(rule.mask_kind, [&](auto tag) {
+      using M = typename decltype(tag)::Type;
+      if (live) return;
+      const M* mask = row_pointer<const M>(rule.mask, unit_.batch, head_of(r), query_of(r));
+      live = any_let_through(mask + seen.begin * rule.mask.column_stride, rule.mask.column_stride,
+                             seen.end - seen.begin);
+    });
+  }
+  return live;
+}
+
+// out (rows, kStepKeys) = left (rows, depth) . right (keys, dim)^T. What lies a step further on is asked for
+// meanwhile.
+template <typename S>
+void FewRowsBlock<S>::multiply_rows(const Operand* left, int64_t left_stride, const Matrix<Element>& right,
+                                    T* out) const {
+  Matrix<Element> rows = right;
+  RowsAhead ahead;
+  if (right.column_stride == 1 && right.rows == kStepKeys) {
+    const int64_t row_bytes = right.row_stride * static_cast<int64_t>(sizeof(Element));
+    ahead = {reinterpret_cast<const char*>(right.data) + kStepKeys * row_bytes, row_bytes};
+  } else {
+    gather_block(right, 0, kStepKeys, 0, right.columns, s_.gathered);
+    rows = {s_.gathered, right.columns, 1, kStepKeys, right.columns};
+  }
+  for (int64_t j = 0; j < kStepKeys; j += S::kLane) {
+    RowsAhead rest = ahead;
+    each_tile_of_rows<S>(0, rows_, [&](auto count, int64_t r) {
+      dot_rows<S, decltype(count)::value>(left + r * left_stride, left_stride, rows, rest,
+                                          out + r * kStepKeys + j, kStepKeys);
+      rest.next = nullptr;
+    });
+    rows.data += S::kLane * rows.row_stride;
+    if (ahead.next != nullptr) ahead.next += S::kLane * ahead.row_bytes;
+  }
+}
+
+template <typename S>
+void FewRowsBlock<S>::finish_step_scores(Range keys) const {
+  for (int64_t r = 0; r < rows_; ++r) {
+    finish_row_scores<S>(params_, units_, row_place(r), keys, {s_.weights + r * kStepKeys, kStepKeys},
+                         units_.capped ? s_.cap_slope + r * kStepKeys : nullptr);
+  }
+}
+
+template <typename S>
+void FewRowsBlock<S>::add_to_terms(Pass pass) const {
+  for (int64_t r = 0; r < rows_; ++r) {
+    const T* scores = s_.weights + r * kStepKeys;
+    T &top = s_.terms.row_max[r], &sum = s_.terms.row_sum[r];
+    for (int64_t j = 0; j < kStepKeys; j += S::kLane) {
+      if (pass == Pass::kRowMax) {
+        top = lane_max<T>(add_to_max<S>(scores, j, j + S::kLane, units_, broadcast(top)));
+      } else {
+        sum += lane_sum<T>(add_to_sum<S>(scores, j, j + S::kLane, units_, broadcast(top), Vec<T>{}));
+      }
+    }
+  }
+}
+
+// P and dS of a row (ScoreSpan), or what sums up to delta.
+template <typename S>
+void FewRowsBlock<S>::finish_row(Pass pass, int64_t row, Range keys) const {
+  T mass_grads[kStepKeys], weight_grads[kStepKeys] = {};
+  RowSpan<S> span = row_span<S>(params_, row_place(row), keys, kStepKeys, mass_grads, weight_grads);
+  span.scores = s_.weights + row * kStepKeys;
+  span.grads = s_.grads + row * kStepKeys;
+  span.softmax_scale = units_.softmax_scale;
+  span.lse = {s_.terms.lse[row]};
+  span.row_scale = {s_.terms.row_scale[row]};
+  if (params_.dropout.enabled) span.keep = s_.keep + row * kDropoutColumns + keys.begin % kDropoutColumns;
+  T* sums = s_.grad_sums + row * S::kLane;
+  if (pass == Pass::kDelta) {
+    return store(sums, make_score_grads<true>(span, 0, kStepKeys, Uniform<T>{}, load(sums)));
+  }
+  store(sums, make_score_grads<false>(span, 0, kStepKeys, Uniform<T>{s_.terms.delta[row]}, load(sums)));
+  if (params_.grad_mask.data != nullptr && params_.grad_mask.column_stride != 0) {
+    add_mask_row(params_.grad_mask, static_cast<T*>(params_.grad_mask.data), row_place(row), keys,
+                 span.grads);
+  }
+  if (units_.capped) multiply_by_slope(span.grads, s_.cap_slope + row * kStepKeys, 0, kStepKeys);
+}
+
+// The gradients of keys or of values, scale (rows, kStepKeys)^T . (rows, dim), into the caller's tensor.
+template <typename S>
+void FewRowsBlock<S>::store_key_side(const T* left, const T* right, int64_t dim, const GradView& grad,
+                                     Range keys, T scale) const {
+  const int64_t padded = padded_dim<S>(dim), width = panel_width_of<S>(dim);
+  MultiplyArgs<PlainProduct<T>> args{};
+  args.rows = keys.end - keys.begin;
+  args.columns = dim;
+  args.depth = rows_;
+  args.left = left;
+  args.left_stride = 1;
+  args.left_step = kStepKeys;
+  args.right = {right, padded, width};
+  args.right_width = width;
+  args.out = s_.out;
+  args.out_stride = padded;
+  multiply<PlainProduct<T>, false>(args);
+  for (int64_t j = keys.begin; j < keys.end; ++j) {
+    write_gradient_row<S>(s_.out + (j - keys.begin) * padded, grad, unit_.batch, unit_.key_head, j, dim,
+                          scale, streamed_);
+  }
+}
+
+template <typename S>
+void FewRowsBlock<S>::clear_key_side(const GradView& grad, Range keys, int64_t dim) const {
+  for (int64_t j = keys.begin; grad.data != nullptr && j < keys.end; ++j) {
+    clear_gradient_row<S>(grad, unit_.batch, unit_.key_head, j, dim);
+  }
+}
+
+// dQ += dS K. A key that is not finite must not meet the rows that do not see it.
+template <typename S>
+void FewRowsBlock<S>::add_grad_query(const Matrix<Element>& key, bool finite) const {
+  const int64_t padded = padded_dim<S>(key.columns);
+  MultiplyArgs<PlainProduct<T>> args{};
+  args.rows = rows_;
+  args.columns = key.columns;
+  args.depth = key.rows;
+  args.left = s_.grads;
+  args.left_stride = kStepKeys;
+  args.right_width = panel_width_of<S>(key.columns);
+  args.out = s_.grad_query;
+  args.out_stride = padded;
+  if constexpr (std::is_same_v<Element, T>) {
+    if (key.column_stride == 1 && key.columns == padded)
+      args.right = {key.data, key.row_stride, args.right_width};
+  }
+  if (args.right.data == nullptr) {
+    pack_rows<PlainProduct<T>>(key, 0, key.rows, s_.key_rows, padded);
+    args.right = {s_.key_rows, padded, args.right_width};
+  }
+  if (finite) return multiply<PlainProduct<T>, true>(args);
+  args.rows = args.depth = 1;
+  const T* keys = args.right.data;
+  for (int64_t r = 0; r < rows_; ++r) {
+    for (int64_t j = 0; j < key.rows; ++j) {
+      args.left = s_.grads + r * kStepKeys + j;
+      args.right.data = keys + j * args.right.row_stride;
+      args.out = s_.grad_query + r * padded;
+      if (*args.left != 0) multiply<PlainProduct<T>, true>(args);
+    }
+  }
+}
+
+// A key that is not finite gives no finite product with any row.
+template <typename S>
+bool FewRowsBlock<S>::scores_are_finite() const {
+  Vec<T> residue = {};  // x - x is 0, NaN for what is not finite
+  for (int64_t i = 0; i < rows_ * kStepKeys; i += S::kLane) {
+    const Vec<T> s = load(s_.weights + i);
+    residue += s - s;
+  }
+  return lane_sum<T>(residue) == 0;
+}
+
+template <typename S>
+void FewRowsBlock<S>::store_key_sides(Range keys) const {
+  const AttentionShape& shape = params_.shape;
+  if (params_.grad_output.data == nullptr) {
+    clear_key_side(params_.grad_value, keys, shape.value_dim);
+  } else if (params_.grad_value.data != nullptr) {
+    store_key_side(s_.weights, s_.grad_rows, shape.value_dim, params_.grad_value, keys, 1);
+  }
+  if (params_.grad_key.data != nullptr) {
+    store_key_side(s_.grads, s_.query_rows, shape.head_dim, params_.grad_key, keys,
+                   static_cast<T>(params_.rule.scale));
+  }
+}
+
+template <typename S>
+void FewRowsBlock<S>::step(Pass pass, Range keys) {
+  const AttentionShape& shape = params_.shape;
+  const Matrix<Element> key = key_side(params_.key, keys, shape.head_dim);
+  multiply_rows(s_.query, s_.query_stride, key, s_.weights);
+  const bool finite = scores_are_finite();
+  finish_step_scores(keys);
+  if (pass == Pass::kRowMax || pass == Pass::kRowSum) return add_to_terms(pass);
+  if (params_.grad_output.data != nullptr) {
+    multiply_rows(s_.grad_output, s_.value_stride, key_side(params_.value, keys, shape.value_dim), s_.grads);
+  }
+  for (int64_t r = 0; r < rows_; ++r) finish_row(pass, r, keys);
+  if (pass == Pass::kDelta) return;
+  store_key_sides(keys);
+  if (params_.grad_query.data != nullptr) add_grad_query(key, finite);
+}
+
+// The factors of kDropoutColumns keys.
+template <typename S>
+void FewRowsBlock<S>::draw_dropout(int64_t first_key) const {
+  PhiloxRow state;
+  set_philox_batch(state, params_.dropout, unit_.batch);
+  for (int64_t r = 0; r < rows_; ++r) {
+    state.row = static_cast<uint32_t>(query_of(r));
+    state.head = static_cast<uint32_t>(head_of(r));
+    dropout_factors(state, params_.dropout, first_key / kDropoutColumns, s_.keep + r * kDropoutColumns);
+  }
+}
+
+template <typename S>
+void FewRowsBlock<S>::visit(Pass pass, Range keys) {
+  for (int64_t first = keys.begin; first < keys.end; first += kStepKeys) {
+    const Range these{first, smaller(first + kStepKeys, keys.end)};
+    if (params_.dropout.enabled && first % kDropoutColumns == 0) draw_dropout(first);
+    if (is_live(these)) {
+      step(pass, these);
+    } else if (pass == Pass::kGradients) {
+      clear_key_side(params_.grad_key, these, params_.shape.head_dim);
+      clear_key_side(params_.grad_value, these, params_.shape.value_dim);
+    }
+  }
+}
+
+}  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

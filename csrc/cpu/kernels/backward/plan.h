@@ -1,0 +1,28 @@
+// Which path a backward call takes: by the shape of one head alone, since bits hang on it.
+#pragma once
+
+#include "../interface/backward.h"
+#include "../vector/simd.h"
+
+namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
+
+constexpr int64_t kFewKeys = 128;
+constexpr int64_t kBackwardFewRows = 8;
+
+ATTN_EXT_INLINE BackwardPath backward_path(const BackwardParams& params) {
+  const AttentionShape& shape = params.shape;
+  // Before few rows: delta comes from the weights there, not from a rounded output, and with few keys nothing
+  // averages that rounding out.
+  if (shape.key_len > 0 && shape.key_len <= kFewKeys) return BackwardPath::kFewKeys;
+  return shape.query_len <= kBackwardFewRows ? BackwardPath::kFewRows : BackwardPath::kTiles;
+}
+
+// dS sums to 0 along a row only with the very delta that P dP gives: a bias that is the same for all keys has
+// nothing but such sums as its gradient.
+ATTN_EXT_INLINE bool needs_exact_delta(const BackwardParams& params) {
+  const bool sums_rows =
+      params.grad_mask.data != nullptr && params.grad_mask.column_stride == 0 && params.shape.key_len > 1;
+  return params.grad_weights.data != nullptr || params.grad_key_mass.data != nullptr || sums_rows;
+}
+
+}  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

@@ -1,0 +1,187 @@
+// What the backward pass has to know of a whole row of queries x keys before it makes dS: lse, delta, and the
+// sink's part in both.
+#pragma once
+
+#include "../interface/params.h"
+#include "../matrix/arena.h"
+#include "../matrix/matrix.h"
+#include "../matrix/row_dots.h"
+#include "../scores/mask_and_scale.h"
+#include "../scores/softmax.h"
+#include "../scores/visible_keys.h"
+
+namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
+
+// What keys are visited for: the maximum of a far row, its sum, delta, or, these known, the gradients.
+enum class Pass : int8_t { kRowMax, kRowSum, kDelta, kGradients };
+
+// Vectors over some rows.
+template <typename S>
+struct RowTerms {
+  using T = typename S::Accum;
+  T* lse;                // in units of log2; +inf where a row sees no key, so that its weights come out as 0
+  T* delta;              // rowsum(P dP) - dLse
+  T* row_scale;          // 1, but for far rows
+  T *row_max, *row_sum;  // of far rows, in the making
+  int64_t *has_dead_rows, *has_far_rows;
+
+  RowTerms from(int64_t row) const {
+    return {lse + row,     delta + row,   row_scale + row, row_max + row,
+            row_sum + row, has_dead_rows, has_far_rows};
+  }
+};
+
+template <typename S>
+RowTerms<S> take_row_terms(Arena& arena, int64_t rows) {
+  using T = typename S::Accum;
+  RowTerms<S> terms;
+  terms.lse = take<T>(arena, rows);
+  terms.delta = take<T>(arena, rows);
+  terms.row_scale = take<T>(arena, rows);
+  terms.row_max = take<T>(arena, rows);
+  terms.row_sum = take<T>(arena, rows);
+  terms.has_dead_rows = take<int64_t>(arena, 1);
+  terms.has_far_rows = take<int64_t>(arena, 1);
+  return terms;
+}
+
+// The rows' lse of a head, natural.
+template <typename S>
+ATTN_EXT_INLINE const typename S::Accum* lse_rows(const BackwardParams& params, int64_t batch, int64_t head) {
+  const AttentionShape& shape = params.shape;
+  return static_cast<const typename S::Accum*>(params.lse) +
+         (batch * shape.query_heads + head) * shape.query_len;
+}
+
+// Whether a row sees no key.
+template <typename T>
+ATTN_EXT_INLINE bool is_dead(const ScoreRule& rule, int64_t batch, int64_t head, int64_t row, T lse) {
+  return lse == -kInfinity<T> || row_is_masked(rule, batch, head, row);
+}
+
+// A row whose scores are so far from 0 that lse, rounded as they are, says little about their sum, as happens
+// where a bias of -1e9 or the lowest finite value hides all keys. Its weights are made as 2^(s - row max) /
+// row sum again.
+constexpr double kFarScore = 4096;  // in units of log2
+
+template <typename T>
+ATTN_EXT_INLINE bool is_far(T lse) {
+  return lse != kInfinity<T> && (lse > static_cast<T>(kFarScore) || lse < static_cast<T>(-kFarScore));
+}
+
+// Takes a span of scores into the maximum of a far row, or, that known, into its sum.
+template <typename S>
+ATTN_EXT_INLINE Vec<typename S::Accum> add_to_max(const typename S::Accum* scores, int64_t begin, int64_t end,
+                                                  const ScoreUnits<typename S::Accum>& units,
+                                                  Vec<typename S::Accum> row_max) {
+  const auto factor = broadcast(units.softmax_scale);
+  for (int64_t j = begin; j < end; j += S::kLane) row_max = maximum(row_max, load(scores + j) * factor);
+  return row_max;
+}
+
+template <typename S>
+ATTN_EXT_INLINE Vec<typename S::Accum> add_to_sum(const typename S::Accum* scores, int64_t begin, int64_t end,
+                                                  const ScoreUnits<typename S::Accum>& units,
+                                                  Vec<typename S::Accum> row_max,
+                                                  Vec<typename S::Accum> sum) {
+  using T = typename S::Accum;
+  const Vec<T> factor = broadcast(units.softmax_scale);
+  for (int64_t j = begin; j < end; j += S::kLane) {
+    sum += weights_of<T, S::kExpDegree, true>(load(scores + j), factor, row_max);
+  }
+  return sum;
+}
+
+// The sink of a head; -inf, which changes nothing, where there is none.
+template <typename S>
+typename S::Accum sink_of(const BackwardParams& params, int64_t batch, int64_t head) {
+  using T = typename S::Accum;
+  T sink = -kInfinity<T>;
+  if (params.rule.sinks_kind == ScalarKind::kNone) return sink;
+  with_mask_type<typename S::Element>(params.rule.sinks_kind, [&](auto tag) {
+    using M = typename decltype(tag)::Type;
+    const M value = *row_pointer<const M>(params.rule.sinks, batch, head, 0);
+    if constexpr (!std::is_same_v<M, uint8_t>) sink = static_cast<T>(to_compute(value));
+  });
+  return sink;
+}
+
+// What a far row's weights 2^(s - row max) are multiplied by. A sink takes part in the sum, but is never far
+// from what sets the maximum: where it could, the row is not far.
+template <typename T>
+ATTN_EXT_INLINE T far_row_scale(T row_max, T row_sum, T sink) {
+  const T log2_sink = sink * static_cast<T>(kLog2E);
+  const T share = log2_sink == -kInfinity<T> ? 0 : exp2<T>(broadcast(log2_sink - row_max))[0];
+  return 1 / (row_sum + share);
+}
+
+// From the maxima and sums of far rows to what their weights are made of.
+template <typename S>
+void finish_far_rows(const RowTerms<S>& terms, int64_t rows, typename S::Accum sink) {
+  using T = typename S::Accum;
+  for (int64_t r = 0; r < rows; ++r) {
+    if (!is_far(terms.lse[r]) || terms.row_max[r] == -kInfinity<T>) continue;
+    terms.lse[r] = terms.row_max[r];
+    terms.row_scale[r] = far_row_scale(terms.row_max[r], terms.row_sum[r], sink);
+  }
+}
+
+// lse, and delta = rowsum(dO O) - dLse unless it is to be made of P dP; `padded` terms, of which those past
+// the rows are of dead ones.
+template <typename S>
+void set_row_terms(const BackwardParams& params, const RowTerms<S>& terms, int64_t batch, int64_t head,
+                   Range rows, int64_t padded, bool exact_delta) {
+  using Element = typename S::Element;
+  using T = typename S::Accum;
+  const int64_t first = rows.begin, count = rows.end - rows.begin;
+  const AttentionShape& shape = params.shape;
+  const bool from_output = params.grad_output.data != nullptr && !exact_delta;
+  const Matrix<Element> grad =
+      rows_of<Element>(params.grad_output, batch, head, first, count, shape.value_dim);
+  const Matrix<Element> output = rows_of<Element>(params.output, batch, head, first, count, shape.value_dim);
+  const T* lse = lse_rows<S>(params, batch, head) + first;
+  *terms.has_dead_rows = 0;
+  *terms.has_far_rows = 0;
+  for (int64_t r = 0; r < padded; ++r) {
+    const bool live = r < count && !is_dead(params.rule, batch, head, first + r, lse[r]);
+    terms.lse[r] = live ? static_cast<T>(lse[r] * static_cast<T>(kLog2E)) : kInfinity<T>;
+    terms.delta[r] = live && from_output ? dot_of_row(grad, output, r) : 0;
+    if (r < count && params.grad_lse.data != nullptr) {
+      terms.delta[r] -= *row_pointer<const T>(params.grad_lse, batch, head, first + r);
+    }
+    if (r < count && !live) *terms.has_dead_rows = 1;
+    if (is_biased(params.rule) && is_far(terms.lse[r])) *terms.has_far_rows = 1;
+    terms.row_scale[r] = 1;
+    terms.row_max[r] = -kInfinity<T>;
+    terms.row_sum[r] = 0;
+  }
+}
+
+// The sink's share of a row; 0 where there is none or the row sees nothing.
+template <typename T>
+ATTN_EXT_INLINE T sink_share(T sink, T lse) {
+  if (lse == -kInfinity<T> || sink == -kInfinity<T>) return 0;
+  return exp2<T>(broadcast(static_cast<T>((sink - lse) * static_cast<T>(kLog2E))))[0];
+}
+
+template <typename S>
+ATTN_EXT_INLINE typename S::Accum& grad_sink(const BackwardParams& params, int64_t batch, int64_t head) {
+  return static_cast<typename S::Accum*>(params.grad_sinks)[batch * params.shape.query_heads + head];
+}
+
+// dsink = sum over the rows of exp(sink - lse) (dLse - delta), delta less dLse being delta_of(row).
+template <typename S, typename DeltaOf>
+ATTN_EXT_INLINE void store_sink(const BackwardParams& params, int64_t batch, int64_t head, DeltaOf delta_of) {
+  using T = typename S::Accum;
+  if (params.grad_sinks == nullptr) return;
+  const T sink = sink_of<S>(params, batch, head);
+  const T* lse = lse_rows<S>(params, batch, head);
+  T sum = 0;
+  for (int64_t i = 0; i < params.shape.query_len; ++i) {
+    if (lse[i] == -kInfinity<T> || sink == -kInfinity<T>) continue;
+    sum -= sink_share(sink, lse[i]) * delta_of(i);
+  }
+  grad_sink<S>(params, batch, head) = sum;
+}
+
+}  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

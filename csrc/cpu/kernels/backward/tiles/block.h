@@ -1,0 +1,245 @@
+// One block of keys against one block of queries of a head, transposed: keys are rows, queries are columns.
+// The block is worked through in cells of a few tiles of keys x one panel of queries, small enough to stay in
+// the nearest cache from the scores to dS; then the whole block's P and dS go into the gradients of value,
+// key and query.
+#pragma once
+
+#include "../../interface/backward.h"
+#include "../../matrix/rows_ahead.h"
+#include "../../scores/dropout_draw.h"
+#include "../../scores/mask_and_scale.h"
+#include "../score_gradients.h"
+#include "pack.h"
+
+namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
+
+constexpr int64_t kCellRows = 4 * kTileRows;
+// With a mask to be turned around, whole cache lines of it and whole squares of lanes.
+constexpr int64_t kMaskCellRows = 48;
+constexpr int64_t kMaxBackwardKeys = 512;
+constexpr int64_t kMaxBackwardQueries = 512;
+constexpr int64_t kMaxCells = kMaxBackwardKeys / kCellRows + 1;
+constexpr int64_t kMaxPanels = kMaxBackwardQueries / 4;
+
+template <typename S>
+struct KeyQueryScratch {
+  using T = typename S::Accum;
+  using Operand = typename S::Operand;
+  T* scores;              // of a cell, or (wide) of the block: S, then P, after dropout
+  T* grads;               // the same: dP, then dS
+  Operand* weights_left;  // (keys, operand_stride): P as a left operand; wide: the scores
+  Operand* grads_left;    // the same for dS; wide: the grads
+  Operand* grads_right;   // (query panels, depth of keys, kPanel): dS as a right operand; not there when wide
+  T* bias;                // (cell keys, kPanel): mask or bias in units of log2
+  T* weight_grads;        // (cell keys, kPanel): dW
+  T* cap_slope;           // (cell keys, kPanel): 1 - tanh^2
+  T* keep;                // (keys, kPanel): dropout factors of a panel
+  T* grad_key;            // (keys, padded D), to be scaled
+  T* grad_value;          // (keys, padded Dv)
+  int64_t score_stride, operand_stride;
+};
+
+template <typename S>
+KeyQueryScratch<S> take_key_query_scratch(Arena& arena, const BackwardParams& params, int64_t keys,
+                                          int64_t queries) {
+  using T = typename S::Accum;
+  using Operand = typename S::Operand;
+  KeyQueryScratch<S> s{};
+  const int64_t cell = (larger(kCellRows, kMaskCellRows) + S::kLane) * S::kPanel;
+  const int64_t padded = queries + S::kLane * S::kDepth;  // off the powers of two that share cache sets
+  s.operand_stride = padded / S::kDepth;
+  s.weights_left = take<Operand>(arena, (keys + kCellRows) * s.operand_stride);
+  s.grads_left = take<Operand>(arena, (keys + kCellRows) * s.operand_stride);
+  if constexpr (S::kPaired) {
+    s.score_stride = S::kPanel;
+    s.scores = take<T>(arena, cell);
+    s.grads = take<T>(arena, cell);
+    s.grads_right =
+        take<Operand>(arena, ceil_div(queries, S::kPanel) * depth_of<typename S::Product>(keys) * S::kPanel);
+  } else {
+    s.score_stride = padded;
+    s.scores = s.weights_left;
+    s.grads = s.grads_left;
+  }
+  if (params.rule.mask_kind != ScalarKind::kNone) s.bias = take<T>(arena, cell);
+  if (params.grad_weights.data != nullptr) s.weight_grads = take<T>(arena, cell);
+  if (params.rule.softcap > 0) s.cap_slope = take<T>(arena, cell);
+  if (params.dropout.enabled) s.keep = take<T>(arena, (keys + 2 * kDropoutColumns) * S::kPanel);
+  s.grad_key = take<T>(arena, keys * padded_dim<S>(params.shape.head_dim));
+  s.grad_value = take<T>(arena, keys * padded_dim<S>(params.shape.value_dim));
+  return s;
+}
+
+template <typename S>
+class KeyQueryBlock {
+ public:
+  using T = typename S::Accum;
+  using Element = typename S::Element;
+  using Operand = typename S::Operand;
+  using Product = typename S::Product;
+
+  KeyQueryBlock(const BackwardParams& params, const TilesPlan& plan, const KeyQueryScratch<S>& scratch);
+  KeyQueryBlock(const KeyQueryBlock&) = delete;
+  KeyQueryBlock& operator=(const KeyQueryBlock&) = delete;
+
+  // Some keys of a key head, and where their gradients are summed.
+  void set_keys(int64_t batch, int64_t key_head, Range keys, const KeyPack<S>& pack, T* grad_key,
+                T* grad_value);
+  void set_grad_mask(T* grad_mask) { grad_mask_ = grad_mask; }
+
+  // Adds to the gradients what some query rows of a head give.
+  void add_queries(int64_t head, Range rows, const QueryPack<S>& pack);
+
+  // Takes these keys into the rows' maxima or sums, or adds to delta what they give of rowsum(P dP).
+  void add_to_rows(Pass pass, int64_t head, Range rows, const QueryPack<S>& pack);
+
+ private:
+  Range aligned(Range span) const { return {round_down(span.begin, S::kLane), round_up(span.end, S::kLane)}; }
+  int64_t cell_rows(int64_t cell) const { return smaller(cell_size_, key_count_ - cell); }
+  int64_t tile_rows(int64_t tile) const { return smaller(kTileRows, key_count_ - tile); }
+  int64_t panel_width(int64_t panel) const { return smaller(S::kPanel, padded_queries_ - panel); }
+  int64_t cell_offset(int64_t cell, int64_t panel, int64_t r) const {
+    return S::kPaired ? (r - cell) * S::kPanel : r * s_.score_stride + panel;
+  }
+  T* score_row(int64_t cell, int64_t panel, int64_t r) const {
+    return s_.scores + cell_offset(cell, panel, r);
+  }
+  T* grad_row(int64_t cell, int64_t panel, int64_t r) const { return s_.grads + cell_offset(cell, panel, r); }
+  // Every key of the cell is seen by every query of the panel, as far as windows and masks of one row or
+  // column go.
+  bool is_whole(int64_t cell, int64_t panel) const {
+    const Range common = cell_common_[cell / cell_size_];
+    return common.begin <= panel && common.end >= smaller(panel + S::kPanel, query_count_);
+  }
+  uint8_t& live(int64_t cell, int64_t panel) { return live_[cell / cell_size_][panel / S::kPanel]; }
+  // Columns of a panel that some key of the tile is seen by, from the panel's first on.
+  Range panel_span(int64_t tile, int64_t panel) const {
+    Range span = intersect(tile_span_[tile / kTileRows], {panel, panel + panel_width(panel)});
+    return {span.begin - panel, span.end - panel};
+  }
+
+  // visible.h
+  bool set_block(int64_t head, Range rows, const QueryPack<S>& pack);
+  bool key_is_masked(int64_t key) const;
+  bool cell_is_live(int64_t cell, int64_t panel) const;
+  RowsAhead rows_ahead(const TensorView& view, const void* data, int64_t size, int64_t cell,
+                       int64_t panel) const;
+  RowsAhead mask_ahead(int64_t cell, int64_t panel) const;
+  RowsAhead grad_mask_ahead(int64_t cell, int64_t panel) const;
+  void load_bias_cell(int64_t cell, int64_t panel);
+  void load_weight_grads_cell(int64_t cell, int64_t panel);
+  void add_mask_grads(int64_t cell, int64_t panel);
+  void add_mask_square(const T* grads, int64_t keys, T* to, int64_t queries) const;
+  void draw_dropout(int64_t panel);
+
+  // cell.h
+  void run_cell(int64_t cell, int64_t panel);
+  void multiply_cell(int64_t cell, int64_t panel, const Operands<Operand>& left, const Operand* right,
+                     int64_t dim, T* out, RowsAhead ahead);
+  void finish_cell_scores(int64_t cell, int64_t panel);
+  void finish_weights(int64_t cell, int64_t panel);
+  template <bool Select>
+  void plain_row(T* scores, T* grads, Range span, int64_t panel) const;
+  void full_row(int64_t cell, int64_t panel, int64_t r, Range columns) const;
+  void finish_side_grads(int64_t cell, int64_t panel);
+  void clear_outside(int64_t cell, int64_t panel);
+  void pair_cell(int64_t cell, int64_t panel);
+  template <bool Select>
+  void plain_paired_cell(int64_t cell, int64_t panel);
+  void store_pairs(int64_t panel, int64_t r, int64_t i, const Vec<T> (&weights)[2][2],
+                   const Vec<T> (&grads)[2][2]);
+  void sum_delta(int64_t cell, int64_t panel);
+  void sum_rows(int64_t cell, int64_t panel);
+
+  // products.h
+  void add_key_side(const Operand* left, const Operands<Operand>& right, int64_t dim, T* out);
+  void add_grad_query();
+  void add_bad_keys();
+  T grad_at(int64_t key, int64_t query) const;
+
+  const BackwardParams& params_;
+  const TilesPlan& plan_;
+  const KeyQueryScratch<S>& s_;
+  const ScoreUnits<T> units_;
+  const bool wants_grads_;   // of the scores: for query, key or mask
+  const bool full_;          // any of what plain_row does not know
+  const int64_t cell_size_;  // keys of a cell
+  T* grad_mask_ = nullptr;
+  int64_t batch_ = 0, key_head_ = 0, key_first_ = 0, key_count_ = 0;
+  int64_t head_ = 0, query_first_ = 0, query_count_ = 0, padded_queries_ = 0;
+  KeyPack<S> keys_{};
+  QueryPack<S> queries_{};
+  T* grad_key_ = nullptr;
+  T* grad_value_ = nullptr;
+  bool mask_by_key_ = false;  // a mask that has to be looked at element by element
+  bool select_all_ = false;   // some dP may not be finite where P is 0
+  Pass pass_ = Pass::kGradients;
+  bool special_ = false;              // full_, or rows that are far
+  bool partial_ = false;              // of the cell being worked on: something in it is not visible
+  int64_t keep_first_ = 0;            // key of the first row of `keep`
+  Range row_span_[kMaxBackwardKeys];  // queries, from the block's first on, that see the key; the mask apart
+  Range tile_span_[kMaxBackwardKeys / kTileRows + 1];  // hull of the rows', in whole vectors
+  Range cell_common_[kMaxCells];                       // queries that see every key of the cell
+  uint8_t live_[kMaxCells][kMaxPanels];
+};
+
+template <typename S>
+KeyQueryBlock<S>::KeyQueryBlock(const BackwardParams& params, const TilesPlan& plan,
+                                const KeyQueryScratch<S>& scratch)
+    : params_(params),
+      plan_(plan),
+      s_(scratch),
+      units_(score_units<T>(params.rule)),
+      wants_grads_(params.grad_query.data != nullptr || params.grad_key.data != nullptr ||
+                   params.grad_mask.data != nullptr),
+      full_(params.dropout.enabled || params.rule.softcap > 0 || params.grad_weights.data != nullptr ||
+            params.grad_key_mass.data != nullptr || params.grad_output.data == nullptr),
+      cell_size_(params.rule.mask_kind == ScalarKind::kNone ? kCellRows : kMaskCellRows) {}
+
+template <typename S>
+void KeyQueryBlock<S>::set_keys(int64_t batch, int64_t key_head, Range keys, const KeyPack<S>& pack,
+                                T* grad_key, T* grad_value) {
+  batch_ = batch;
+  key_head_ = key_head;
+  key_first_ = keys.begin;
+  key_count_ = keys.end - keys.begin;
+  keys_ = pack;
+  grad_key_ = grad_key;
+  grad_value_ = grad_value;
+}
+
+template <typename S>
+void KeyQueryBlock<S>::add_queries(int64_t head, Range rows, const QueryPack<S>& pack) {
+  if (!set_block(head, rows, pack)) return;
+  for (int64_t panel = 0; panel < padded_queries_; panel += S::kPanel) {
+    if (params_.dropout.enabled) draw_dropout(panel);
+    for (int64_t cell = 0; cell < key_count_; cell += cell_size_) {
+      if (live(cell, panel)) run_cell(cell, panel);
+    }
+  }
+  if (params_.grad_value.data != nullptr && params_.grad_output.data != nullptr) {
+    add_key_side(s_.weights_left, *queries_.grad_rows, params_.shape.value_dim, grad_value_);
+  }
+  if (params_.grad_key.data != nullptr) {
+    add_key_side(s_.grads_left, *queries_.query_rows, params_.shape.head_dim, grad_key_);
+  }
+  if (params_.grad_query.data != nullptr) {
+    add_grad_query();
+    if (*keys_.has_bad_keys != 0) add_bad_keys();
+  }
+}
+
+template <typename S>
+void KeyQueryBlock<S>::add_to_rows(Pass pass, int64_t head, Range rows, const QueryPack<S>& pack) {
+  if (!set_block(head, rows, pack)) return;
+  pass_ = pass;
+  for (int64_t panel = 0; panel < padded_queries_; panel += S::kPanel) {
+    if (params_.dropout.enabled && pass == Pass::kDelta) draw_dropout(panel);
+    for (int64_t cell = 0; cell < key_count_; cell += cell_size_) {
+      if (live(cell, panel)) run_cell(cell, panel);
+    }
+  }
+  pass_ = Pass::kGradients;
+}
+
+}  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

@@ -1,0 +1,272 @@
+// KeyQueryBlock: a cell from its two products to P and dS.
+#pragma once
+
+#include "block.h"
+
+namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
+
+template <typename S>
+void KeyQueryBlock<S>::run_cell(int64_t cell, int64_t panel) {
+  const AttentionShape& shape = params_.shape;
+  const bool rows_only = pass_ == Pass::kRowMax || pass_ == Pass::kRowSum;
+  const bool with_grads = pass_ == Pass::kDelta || (pass_ == Pass::kGradients && wants_grads_);
+  multiply_cell(cell, panel, *keys_.key_rows, queries_.query_columns, shape.head_dim, s_.scores,
+                mask_ahead(cell, panel));
+  if (with_grads && params_.grad_output.data != nullptr) {
+    multiply_cell(cell, panel, *keys_.value_rows, queries_.grad_columns, shape.value_dim, s_.grads,
+                  grad_mask_ahead(cell, panel));
+  }
+  if (mask_by_key_) load_bias_cell(cell, panel);
+  if (with_grads && params_.grad_weights.data != nullptr) load_weight_grads_cell(cell, panel);
+  const bool whole = is_whole(cell, panel);
+  partial_ = select_all_ || mask_by_key_ || !whole;
+  special_ = full_ || pass_ != Pass::kGradients || *queries_.terms.has_far_rows != 0;
+  if (!whole || mask_by_key_ || units_.scale_first) finish_cell_scores(cell, panel);
+  if (rows_only) return sum_rows(cell, panel);
+  if (S::kPaired && whole && !special_ && grad_mask_ == nullptr) {
+    return partial_ ? plain_paired_cell<true>(cell, panel) : plain_paired_cell<false>(cell, panel);
+  }
+  finish_weights(cell, panel);
+  if (pass_ == Pass::kDelta) return sum_delta(cell, panel);
+  if (!whole) clear_outside(cell, panel);
+  finish_side_grads(cell, panel);
+  pair_cell(cell, panel);
+}
+
+// out (keys, queries) = left (keys, dim) . right (dim, queries), where the tiles' keys are seen at all.
+template <typename S>
+void KeyQueryBlock<S>::multiply_cell(int64_t cell, int64_t panel, const Operands<Operand>& left,
+                                     const Operand* right, int64_t dim, T* out, RowsAhead ahead) {
+  for (int64_t tile = cell; tile < cell + cell_rows(cell); tile += kTileRows) {
+    const Range span = panel_span(tile, panel);
+    if (is_empty(span)) continue;
+    prefetch_some(ahead, ceil_div(S::kPanel, cell_size_ / kTileRows));
+    TileArgs<Product> args{};
+    args.depth = depth_of<Product>(dim);
+    args.left = left.data + tile * left.row_stride;
+    args.left_stride = left.row_stride;
+    args.right = right + panel * args.depth + span.begin;
+    args.right_stride = panel_width(panel);
+    args.out = out + cell_offset(cell, panel, tile) + span.begin;
+    args.out_stride = s_.score_stride;
+    tile_function<Product, false>(tile_rows(tile), (span.end - span.begin) / S::kLane)(args);
+  }
+}
+
+template <typename T>
+inline void add_bias_span(T* scores, const T* bias, int64_t begin, int64_t end, T scale) {
+  for (int64_t i = begin; i < end; i += kLanes<T>) {
+    const Vec<T> b = load(bias + i);
+    store(scores + i, b == -kInfinity<T> ? b : multiply_add(load(scores + i), broadcast(scale), b));
+  }
+}
+
+// Scales, caps, masks, and puts -inf wherever a tile has computed a score that its query does not see.
+template <typename S>
+void KeyQueryBlock<S>::finish_cell_scores(int64_t cell, int64_t panel) {
+  for (int64_t r = cell; r < cell + cell_rows(cell); ++r) {
+    const Range computed = panel_span(round_down(r, kTileRows), panel);
+    if (is_empty(computed)) continue;
+    T* row = score_row(cell, panel, r);
+    T* slope = units_.capped ? s_.cap_slope + (r - cell) * S::kPanel : nullptr;
+    Range seen = intersect({row_span_[r].begin - panel, row_span_[r].end - panel}, computed);
+    // What fills up the last vector is dead anyway.
+    if (seen.end >= smaller(computed.end, query_count_ - panel)) seen.end = computed.end;
+    finish_scores(row, slope, computed, seen, units_, mask_by_key_, [&](T scale) {
+      if (mask_by_key_) {
+        add_bias_span(row, s_.bias + (r - cell) * S::kPanel, computed.begin, computed.end, scale);
+      }
+    });
+  }
+}
+
+// P and dS = P (dP - delta), in place; Select: dP may be anything where P is 0.
+template <typename S>
+template <bool Select>
+void KeyQueryBlock<S>::plain_row(T* scores, T* grads, Range span, int64_t panel) const {
+  const Vec<T> factor = broadcast(units_.softmax_scale);
+  const T* lse = queries_.terms.lse + panel;
+  const T* delta = queries_.terms.delta + panel;
+  for (int64_t i = span.begin; i < span.end; i += S::kLane) {
+    const Vec<T> p = weights_of<T, S::kExpDegree, Select>(load(scores + i), factor, load(lse + i));
+    const Vec<T> grad = p * (load(grads + i) - load(delta + i));
+    store(scores + i, p);
+    store(grads + i, Select ? (p == Vec<T>{} ? Vec<T>{} : grad) : grad);
+  }
+}
+
+template <typename S>
+void KeyQueryBlock<S>::full_row(int64_t cell, int64_t panel, int64_t r, Range columns) const {
+  const bool to_delta = pass_ == Pass::kDelta;
+  const int64_t key = key_first_ + r;
+  ScoreSpan<S, Varying, Uniform> span{};
+  span.scores = score_row(cell, panel, r);
+  span.grads = grad_row(cell, panel, r);
+  span.has_grads = params_.grad_output.data != nullptr && (wants_grads_ || to_delta);
+  span.softmax_scale = units_.softmax_scale;
+  span.lse = {queries_.terms.lse + panel};
+  span.row_scale = {queries_.terms.row_scale + panel};
+  if (params_.grad_weights.data != nullptr) span.weight_grads = s_.weight_grads + (r - cell) * S::kPanel;
+  if (params_.dropout.enabled) span.keep = s_.keep + (key - keep_first_) * S::kPanel;
+  span.has_mass = params_.grad_key_mass.data != nullptr;
+  if (span.has_mass) {
+    const TensorView& view = params_.grad_key_mass;
+    span.mass_grads = {row_pointer<const T>(view, batch_, head_, 0)[key * view.column_stride]};
+  }
+  to_delta ? make_score_grads<true>(span, columns.begin, columns.end, Varying<T>{}, Vec<T>{})
+           : make_score_grads<false>(span, columns.begin, columns.end,
+                                     Varying<T>{queries_.terms.delta + panel}, Vec<T>{});
+}
+
+template <typename S>
+void KeyQueryBlock<S>::finish_weights(int64_t cell, int64_t panel) {
+  for (int64_t r = cell; r < cell + cell_rows(cell); ++r) {
+    const Range span = panel_span(round_down(r, kTileRows), panel);
+    if (is_empty(span)) continue;
+    if (special_) {
+      full_row(cell, panel, r, span);
+    } else if (partial_) {
+      plain_row<true>(score_row(cell, panel, r), grad_row(cell, panel, r), span, panel);
+    } else {
+      plain_row<false>(score_row(cell, panel, r), grad_row(cell, panel, r), span, panel);
+    }
+  }
+}
+
+// P and dS are 0 in what the tiles have left out of a live cell.
+template <typename S>
+void KeyQueryBlock<S>::clear_outside(int64_t cell, int64_t panel) {
+  for (int64_t r = cell; r < cell + cell_rows(cell); ++r) {
+    Range span = panel_span(round_down(r, kTileRows), panel);
+    if (is_empty(span)) span = {0, 0};
+    if (span.begin == 0 && span.end == panel_width(panel)) continue;
+    T* rows[2] = {score_row(cell, panel, r), grad_row(cell, panel, r)};
+    for (T* row : rows) {
+      fill_span(row, 0, span.begin, static_cast<T>(0));
+      fill_span(row, span.end, panel_width(panel), static_cast<T>(0));
+    }
+  }
+}
+
+// The mask's gradient takes dS as it is, query and key what the softcap lets through of it.
+template <typename S>
+void KeyQueryBlock<S>::finish_side_grads(int64_t cell, int64_t panel) {
+  if (grad_mask_ != nullptr) add_mask_grads(cell, panel);
+  if (params_.rule.softcap == 0) return;
+  for (int64_t r = cell; r < cell + cell_rows(cell); ++r) {
+    const Range span = panel_span(round_down(r, kTileRows), panel);
+    T* grads = grad_row(cell, panel, r);
+    const T* slope = s_.cap_slope + (r - cell) * S::kPanel;
+    multiply_by_slope(grads, slope, span.begin, span.end);
+  }
+}
+
+// P and dS of keys r and r + 1 and of the 2 x lanes queries from column i of the panel on, as bfloat16: both
+// in pairs of neighbouring queries, dS also in pairs of neighbouring keys. Columns past the panel land in the
+// padding.
+template <typename S>
+ATTN_EXT_INLINE void KeyQueryBlock<S>::store_pairs([[maybe_unused]] int64_t panel, [[maybe_unused]] int64_t r,
+                                                   [[maybe_unused]] int64_t i,
+                                                   [[maybe_unused]] const Vec<T> (&weights)[2][2],
+                                                   [[maybe_unused]] const Vec<T> (&grads)[2][2]) {
+#if defined(__AVX512BF16__)
+  if constexpr (S::kPaired) {
+    const Vec<int32_t> low = lane_index<int32_t>() * 0x10001 + (32 << 16);  // words 0, 32, 1, 33, ...
+    const __m512i first = (__m512i)_mm512_cvtne2ps_pbh((__m512)grads[0][1], (__m512)grads[0][0]);
+    const __m512i second = (__m512i)_mm512_cvtne2ps_pbh((__m512)grads[1][1], (__m512)grads[1][0]);
+    const int64_t left = r * s_.operand_stride + (panel + i) / 2;
+    store(s_.grads_left + left, (Vec<Operand>)first);
+    store(s_.grads_left + left + s_.operand_stride, (Vec<Operand>)second);
+    store(s_.weights_left + left,
+          (Vec<Operand>)_mm512_cvtne2ps_pbh((__m512)weights[0][1], (__m512)weights[0][0]));
+    store(s_.weights_left + left + s_.operand_stride,
+          (Vec<Operand>)_mm512_cvtne2ps_pbh((__m512)weights[1][1], (__m512)weights[1][0]));
+    Operand* right =
+        s_.grads_right + (panel / S::kPanel * depth_of<Product>(plan_.block_keys) + r / 2) * S::kPanel + i;
+    store(right, (Vec<Operand>)_mm512_permutex2var_epi16(first, (__m512i)low, second));
+    store(right + S::kLane,
+          (Vec<Operand>)_mm512_permutex2var_epi16(first, (__m512i)(low + 0x00100010), second));
+  }
+#endif
+}
+
+template <typename S>
+void KeyQueryBlock<S>::pair_cell(int64_t cell, int64_t panel) {
+  if constexpr (S::kPaired) {
+    for (int64_t r = cell; r < cell + cell_rows(cell); r += 2) {
+      const bool has_next = r + 1 < cell + cell_rows(cell);
+      for (int64_t i = 0; i < panel_width(panel); i += 2 * S::kLane) {
+        Vec<T> weights[2][2], grads[2][2];
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; ++v) {
+          weights[0][v] = load(score_row(cell, panel, r) + i + v * S::kLane);
+          weights[1][v] = load(score_row(cell, panel, r + 1) + i + v * S::kLane);
+          grads[0][v] = load(grad_row(cell, panel, r) + i + v * S::kLane);
+          grads[1][v] = has_next ? load(grad_row(cell, panel, r + 1) + i + v * S::kLane) : Vec<T>{};
+        }
+        store_pairs(panel, r, i, weights, grads);
+      }
+    }
+  }
+}
+
+// finish_weights() and pair_cell() at once for cells with nothing special about them, P and dS never
+// leaving the registers as float.
+template <typename S>
+template <bool Select>
+void KeyQueryBlock<S>::plain_paired_cell(int64_t cell, int64_t panel) {
+  const Vec<T> factor = broadcast(units_.softmax_scale);
+  const T* lse = queries_.terms.lse + panel;
+  const T* delta = queries_.terms.delta + panel;
+  for (int64_t r = cell; r < cell + cell_rows(cell); r += 2) {
+    const bool has_next = r + 1 < cell + cell_rows(cell);
+    for (int64_t i = 0; i < panel_width(panel); i += 2 * S::kLane) {
+      Vec<T> weights[2][2], grads[2][2];
+#pragma GCC unroll 2
+      for (int k = 0; k < 2; ++k) {
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; ++v) {
+          const int64_t at = i + v * S::kLane;
+          const Vec<T> p = weights_of<T, S::kExpDegree, Select>(load(score_row(cell, panel, r + k) + at),
+                                                                factor, load(lse + at));
+          const Vec<T> grad = p * (load(grad_row(cell, panel, r + k) + at) - load(delta + at));
+          weights[k][v] = p;
+          grads[k][v] = Select ? (p == Vec<T>{} ? Vec<T>{} : grad) : grad;
+        }
+      }
+      if (!has_next) grads[1][0] = grads[1][1] = Vec<T>{};
+      store_pairs(panel, r, i, weights, grads);
+    }
+  }
+}
+
+template <typename S>
+void KeyQueryBlock<S>::sum_delta(int64_t cell, int64_t panel) {
+  T* delta = queries_.terms.delta + panel;
+  for (int64_t r = cell; r < cell + cell_rows(cell); ++r) {
+    const Range span = panel_span(round_down(r, kTileRows), panel);
+    const T* grads = grad_row(cell, panel, r);
+    for (int64_t i = span.begin; i < span.end; i += S::kLane)
+      store(delta + i, load(delta + i) + load(grads + i));
+  }
+}
+
+// Row maximum, or row sum of 2^(s - row maximum).
+template <typename S>
+void KeyQueryBlock<S>::sum_rows(int64_t cell, int64_t panel) {
+  T* top = queries_.terms.row_max + panel;
+  T* sum = queries_.terms.row_sum + panel;
+  for (int64_t r = cell; r < cell + cell_rows(cell); ++r) {
+    const Range span = panel_span(round_down(r, kTileRows), panel);
+    const T* scores = score_row(cell, panel, r);
+    for (int64_t i = span.begin; i < span.end; i += S::kLane) {
+      if (pass_ == Pass::kRowMax) {
+        store(top + i, add_to_max<S>(scores + i, 0, S::kLane, units_, load(top + i)));
+      } else {
+        store(sum + i, add_to_sum<S>(scores + i, 0, S::kLane, units_, load(top + i), load(sum + i)));
+      }
+    }
+  }
+}
+
+}  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

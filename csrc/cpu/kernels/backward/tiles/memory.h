@@ -1,0 +1,83 @@
+// Where the packs and sums of a unit lie, in shared memory or in a thread's.
+#pragma once
+
+#include "../chains.h"
+#include "pack.h"
+
+namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
+
+template <typename S>
+class UnitMemory {
+ public:
+  using T = typename S::Accum;
+
+  UnitMemory(const AttentionShape& shape, const TilesPlan& plan) : shape_(shape), plan_(plan) {
+    Arena queries{nullptr, 0}, keys{nullptr, 0};
+    take_query_pack<S>(queries, shape, plan.block_queries);
+    take_key_pack<S>(keys, shape, plan.block_keys);
+    query_bytes_ = queries.used;
+    key_bytes_ = keys.used;
+    key_sums_size_ =
+        round_up(plan.block_keys * (padded_dim<S>(shape.head_dim) + padded_dim<S>(shape.value_dim)),
+                 64 / static_cast<int64_t>(sizeof(T)));
+  }
+
+  // A thread's own: of one head's queries, and of one key block where nothing is kept for the next head or
+  // segment.
+  void take_from(Arena& arena) {
+    heads_ = 1;
+    keeps_keys_ = plan_.segments > 1 || group_size(shape_) > 1;
+    take_all(arena);
+  }
+  // The part of `unit` in memory that all units share.
+  void take_from_shared(void* shared, Unit unit) {
+    heads_ = group_size(shape_);
+    Arena arena{static_cast<char*>(shared) + (unit.batch * shape_.key_heads + unit.key_head) * shared_bytes(),
+                0};
+    take_all(arena);
+  }
+  // Of a unit.
+  int64_t shared_bytes() const {
+    return group_size(shape_) * plan_.query_blocks * query_bytes_ +
+           plan_.key_blocks * (key_bytes_ + key_sums_size_ * static_cast<int64_t>(sizeof(T)));
+  }
+
+  // Whether keys stay packed, and their sums unstored, from one visit to the next.
+  bool keeps_keys() const { return keeps_keys_; }
+  QueryPack<S> query_pack(int64_t group_head, int64_t block) const {
+    Arena arena{queries_ + ((heads_ == 1 ? 0 : group_head * plan_.query_blocks) + block) * query_bytes_, 0};
+    return take_query_pack<S>(arena, shape_, plan_.block_queries);
+  }
+  KeyPack<S> key_pack(int64_t block) const {
+    Arena arena{keys_ + key_index(block) * key_bytes_, 0};
+    return take_key_pack<S>(arena, shape_, plan_.block_keys);
+  }
+  // (block keys, padded D), to be scaled, and (block keys, padded Dv)
+  T* grad_key(int64_t block) const { return key_sums_ + key_index(block) * key_sums_size_; }
+  T* grad_value(int64_t block) const {
+    return grad_key(block) + plan_.block_keys * padded_dim<S>(shape_.head_dim);
+  }
+  void clear_key_sums(int64_t block) const {
+    memset(grad_key(block), 0, static_cast<size_t>(key_sums_size_) * sizeof(T));
+  }
+
+ private:
+  int64_t key_index(int64_t block) const { return keeps_keys_ ? block : 0; }
+  void take_all(Arena& arena) {
+    const int64_t key_blocks = keeps_keys_ ? plan_.key_blocks : 1;
+    queries_ = take<char>(arena, heads_ * plan_.query_blocks * query_bytes_);
+    keys_ = take<char>(arena, key_blocks * key_bytes_);
+    key_sums_ = take<T>(arena, key_blocks * key_sums_size_);
+  }
+
+  const AttentionShape& shape_;
+  const TilesPlan& plan_;
+  int64_t query_bytes_, key_bytes_, key_sums_size_;
+  int64_t heads_ = 1;
+  bool keeps_keys_ = true;
+  char* queries_ = nullptr;  // (query heads, query blocks)
+  char* keys_ = nullptr;     // (key blocks), or one
+  T* key_sums_ = nullptr;    // the same
+};
+
+}  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

@@ -1,0 +1,167 @@
+// What the backward pass reads of a block of queries and of a block of keys, packed for its five products, or
+// where it lies if that will do:
+//   S^T  = K Q^T      left key_rows,   right query_columns
+//   dP^T = V dO^T     left value_rows, right grad_columns
+//   dV  += P^T dO     left the block,  right grad_rows
+//   dK  += dS^T Q     left the block,  right query_rows
+//   dQ^T += K^T dS^T  left key_depth,  right the block
+#pragma once
+
+#include "../../interface/params.h"
+#include "../../matrix/arena.h"
+#include "../../matrix/pack.h"
+#include "../centre.h"
+#include "../finite.h"
+#include "../row_terms.h"
+
+namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
+
+// Queries as columns are in panels of kPanel, as rows in panels of the dim's own width.
+template <typename S>
+struct QueryPack {
+  using T = typename S::Accum;
+  using Element = typename S::Element;
+  using Operand = typename S::Operand;
+  RowTerms<S> terms;
+  Operand* query_columns;         // (query panels, depth of D, panel width)
+  Operand* grad_columns;          // (query panels, depth of Dv, panel width)
+  Operands<Operand>* query_rows;  // (D panels, depth of queries, width)
+  Operands<Operand>* grad_rows;   // (Dv panels, depth of queries, width)
+  T* grad_query;                  // (query panels, D, panel width), to be scaled
+  Operand *query_row_buffer, *grad_row_buffer;
+  Element *finite_queries, *live_grads;  // copies, where there is something to leave out
+};
+
+template <typename S>
+struct KeyPack {
+  using Operand = typename S::Operand;
+  Operands<Operand>* key_rows;    // (keys, depth of D)
+  Operands<Operand>* value_rows;  // (keys, depth of Dv)
+  Operands<Operand>* key_depth;   // (depth of keys, D); 0 for NaN and Inf, centred where keys_centre
+  typename S::Accum* centre;      // (padded D)
+  int64_t* has_bad_keys;          // NaN or Inf
+  int64_t* has_bad_values;
+  Operand *key_row_buffer, *value_row_buffer, *key_depth_buffer;
+  typename S::Element* finite_keys;
+};
+
+// queries: of a block, in whole vectors.
+template <typename S>
+QueryPack<S> take_query_pack(Arena& arena, const AttentionShape& shape, int64_t queries) {
+  using Element = typename S::Element;
+  using Operand = typename S::Operand;
+  QueryPack<S> pack;
+  pack.terms = take_row_terms<S>(arena, queries);
+  pack.query_columns = take<Operand>(arena, queries * depth_of<typename S::Product>(shape.head_dim));
+  pack.grad_columns = take<Operand>(arena, queries * depth_of<typename S::Product>(shape.value_dim));
+  pack.query_rows = take<Operands<Operand>>(arena, 2);
+  pack.grad_rows = pack.query_rows + 1;
+  pack.grad_query = take<typename S::Accum>(arena, queries * shape.head_dim);
+  pack.query_row_buffer = take<Operand>(arena, row_panels_size<S>(queries, shape.head_dim));
+  pack.grad_row_buffer = take<Operand>(arena, row_panels_size<S>(queries, shape.value_dim));
+  pack.finite_queries = take<Element>(arena, queries * shape.head_dim);
+  pack.live_grads = take<Element>(arena, queries * shape.value_dim);
+  return pack;
+}
+
+template <typename S>
+KeyPack<S> take_key_pack(Arena& arena, const AttentionShape& shape, int64_t keys) {
+  using Operand = typename S::Operand;
+  KeyPack<S> pack;
+  pack.key_rows = take<Operands<Operand>>(arena, 3);
+  pack.value_rows = pack.key_rows + 1;
+  pack.key_depth = pack.key_rows + 2;
+  pack.key_row_buffer = take<Operand>(arena, keys * row_stride_of<S>(shape.head_dim));
+  pack.value_row_buffer = take<Operand>(arena, keys * row_stride_of<S>(shape.value_dim));
+  pack.key_depth_buffer =
+      take<Operand>(arena, depth_of<typename S::Product>(keys) * padded_dim<S>(shape.head_dim));
+  pack.centre = take<typename S::Accum>(arena, padded_dim<S>(shape.head_dim));
+  pack.has_bad_keys = take<int64_t>(arena, 1);
+  pack.has_bad_values = take<int64_t>(arena, 1);
+  pack.finite_keys = take<typename S::Element>(arena, keys * shape.head_dim);
+  return pack;
+}
+
+template <typename S>
+void pack_query_columns(const Matrix<typename S::Element>& m, typename S::Operand* columns) {
+  const int64_t depth = depth_of<typename S::Product>(m.columns);
+  for (int64_t first = 0; first < m.rows; first += S::kPanel) {
+    const int64_t width = smaller(S::kPanel, round_up(m.rows, S::kLane) - first);
+    pack_column_panel<typename S::Product>(m, first, width, columns + first * depth);
+  }
+}
+
+// Rows that lie apart are packed: so many of them would share cache sets.
+template <typename S>
+Operands<typename S::Operand> dense_right_operands(const Matrix<typename S::Element>& m,
+                                                   typename S::Operand* buffer, int64_t most_rows) {
+  return right_operands<S>(m, buffer, most_rows, is_dense(m));
+}
+
+// `block_queries` is what the pack has room for.
+template <typename S>
+void pack_query_block(const BackwardParams& params, const QueryPack<S>& pack, int64_t batch, int64_t head,
+                      Range rows, int64_t block_queries, bool exact_delta) {
+  using Element = typename S::Element;
+  using T = typename S::Accum;
+  const AttentionShape& shape = params.shape;
+  const int64_t count = rows.end - rows.begin, queries = round_up(count, S::kLane);
+  set_row_terms<S>(params, pack.terms, batch, head, rows, queries, exact_delta);
+  const Matrix<Element> query =
+      rows_of<Element>(params.query, batch, head, rows.begin, count, shape.head_dim);
+  pack_query_columns<S>(query, pack.query_columns);
+  *pack.query_rows =
+      dense_right_operands<S>(finite_only(query, pack.finite_queries), pack.query_row_buffer, block_queries);
+  if (params.grad_output.data != nullptr) {
+    const Matrix<Element> grad =
+        rows_of<Element>(params.grad_output, batch, head, rows.begin, count, shape.value_dim);
+    pack_query_columns<S>(grad, pack.grad_columns);
+    const auto is_dead_row = [&](int64_t r) { return pack.terms.lse[r] == kInfinity<T>; };
+    *pack.grad_rows = dense_right_operands<S>(
+        *pack.terms.has_dead_rows != 0 ? live_only(grad, pack.live_grads, is_dead_row) : grad,
+        pack.grad_row_buffer, block_queries);
+  }
+  if (params.grad_query.data != nullptr) {
+    memset(pack.grad_query, 0, static_cast<size_t>(queries * shape.head_dim) * sizeof(T));
+  }
+}
+
+// The keys as left operand of dQ: key_rows where these will do.
+template <typename S>
+Operands<typename S::Operand> key_depth_rows(const KeyPack<S>& pack, const Matrix<typename S::Element>& key,
+                                             bool centred) {
+  using Product = typename S::Product;
+  if (!S::kPaired && !centred && *pack.has_bad_keys == 0) return *pack.key_rows;
+  const int64_t width = padded_dim<S>(key.columns);
+  typename S::Operand* out = pack.key_depth_buffer;
+  pack_row_panels<Product>(*pack.has_bad_keys == 0 ? key : finite_only(key, pack.finite_keys), 0,
+                           depth_of<Product>(key.rows), width, out, 0);
+  if constexpr (!S::kPaired) {
+    for (int64_t i = 0; centred && i < key.rows * width; i += S::kLane) {
+      store(out + i, load(out + i) - load(pack.centre + i % width));
+    }
+  }
+  return {out, width, 0};
+}
+
+template <typename S>
+void pack_key_block(const BackwardParams& params, const KeyPack<S>& pack, int64_t batch, int64_t key_head,
+                    Range keys) {
+  using Element = typename S::Element;
+  const AttentionShape& shape = params.shape;
+  const int64_t count = keys.end - keys.begin;
+  const Matrix<Element> key =
+      rows_of<Element>(params.key, batch, key_head, keys.begin, count, shape.head_dim);
+  const Matrix<Element> value =
+      rows_of<Element>(params.value, batch, key_head, keys.begin, count, shape.value_dim);
+  *pack.key_rows = left_operands<S>(key, pack.key_row_buffer, is_dense(key));
+  *pack.value_rows = left_operands<S>(value, pack.value_row_buffer, is_dense(value));
+  *pack.has_bad_values = !all_finite(value);
+  *pack.has_bad_keys = !all_finite(key);
+  if (params.grad_query.data == nullptr) return;
+  const bool centred = keys_centre<S>(params);
+  if (centred) set_centre<S>(params, batch, key_head, pack.centre);
+  *pack.key_depth = key_depth_rows<S>(pack, key, centred);
+}
+
+}  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

@@ -1,0 +1,93 @@
+// KeyQueryBlock: from P and dS of a block to the gradients.
+#pragma once
+
+#include "block.h"
+
+namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
+
+// out (keys, dim) += left (keys, queries) . right (queries, dim), over the runs of live cells of every tile.
+template <typename S>
+void KeyQueryBlock<S>::add_key_side(const Operand* left, const Operands<Operand>& right, int64_t dim,
+                                    T* out) {
+  const int64_t width = panel_width_of<S>(dim);
+  const int64_t out_stride = padded_dim<S>(dim);
+  for (int64_t column = 0; column < out_stride; column += width) {
+    const int64_t columns = round_up(smaller(width, dim - column), kColumnUnit<T>);
+    for (int64_t tile = 0; tile < key_count_; tile += kTileRows) {
+      const int64_t cell = round_down(tile, cell_size_);
+      const TileFunction<Product> product = tile_function_of_columns<Product, true>(tile_rows(tile), columns);
+      for (int64_t panel = 0; panel < padded_queries_;) {
+        int64_t end = panel;
+        while (end < padded_queries_ && live(cell, end)) end += S::kPanel;
+        const Range run = intersect(tile_span_[tile / kTileRows], {panel, smaller(end, query_count_)});
+        panel = end + S::kPanel;
+        if (is_empty(run)) continue;
+        TileArgs<Product> args{};
+        const int64_t begin = run.begin / S::kDepth;
+        args.depth = depth_of<Product>(run.end) - begin;
+        args.left = left + tile * s_.operand_stride + begin;
+        args.left_stride = s_.operand_stride;
+        args.right = right.data + column / width * right.panel_stride + begin * right.row_stride;
+        args.right_stride = right.row_stride;
+        args.out = out + tile * out_stride + column;
+        args.out_stride = out_stride;
+        product(args);
+      }
+    }
+  }
+}
+
+// dQ^T (D, queries) += K^T (D, keys) . dS^T (keys, queries), over the runs of live cells of every panel.
+template <typename S>
+void KeyQueryBlock<S>::add_grad_query() {
+  const int64_t dim = params_.shape.head_dim;
+  const Operands<Operand>& left = *keys_.key_depth;
+  const int64_t block_depth = depth_of<Product>(plan_.block_keys);
+  for (int64_t panel = 0; panel < padded_queries_; panel += S::kPanel) {
+    const int64_t width = panel_width(panel);
+    for (int64_t cell = 0; cell < key_count_;) {
+      int64_t end = cell;
+      while (end < key_count_ && live(end, panel)) end += cell_size_;
+      const Range run{cell / S::kDepth, depth_of<Product>(smaller(end, key_count_))};
+      cell = end + cell_size_;
+      if (is_empty(run)) continue;
+      TileArgs<Product> args{};
+      args.depth = run.end - run.begin;
+      args.left_stride = 1;
+      args.left_step = left.row_stride;
+      args.right_stride = S::kPaired ? S::kPanel : s_.operand_stride;
+      args.right = S::kPaired ? s_.grads_right + (panel / S::kPanel * block_depth + run.begin) * S::kPanel
+                              : s_.grads_left + run.begin * s_.operand_stride + panel;
+      args.out_stride = width;
+      for (int64_t d = 0; d < dim; d += kTileRows) {
+        args.left = left.data + run.begin * left.row_stride + d;
+        args.out = queries_.grad_query + panel * dim + d * width;
+        tile_function<Product, true>(smaller(kTileRows, dim - d), width / S::kLane)(args);
+      }
+    }
+  }
+}
+
+template <typename S>
+typename S::Accum KeyQueryBlock<S>::grad_at(int64_t key, int64_t query) const {
+  const Element* row = reinterpret_cast<const Element*>(s_.grads_left + key * s_.operand_stride);
+  if constexpr (S::kPaired) return to_compute(row[query]);
+  return s_.grads_left[key * s_.operand_stride + query];
+}
+
+// The keys' NaN and Inf, which key_depth leaves out, reach only the queries that see them.
+template <typename S>
+void KeyQueryBlock<S>::add_bad_keys() {
+  const int64_t dim = params_.shape.head_dim;
+  const Matrix<Element> key = rows_of<Element>(params_.key, batch_, key_head_, key_first_, key_count_, dim);
+  each_nonfinite(key, [&](int64_t j, int64_t d, T bad) {
+    for (int64_t i = 0; i < query_count_; ++i) {
+      const int64_t panel = round_down(i, S::kPanel);
+      if (!live(round_down(j, cell_size_), panel)) continue;
+      const T grad = grad_at(j, i);
+      if (grad != 0) queries_.grad_query[panel * dim + d * panel_width(panel) + i - panel] += grad * bad;
+    }
+  });
+}
+
+}  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

@@ -1,0 +1,224 @@
+// KeyQueryBlock: which queries see its keys, and what comes from matrices of queries x keys (mask, dW,
+// dropout) or goes into one (dMask), turned around to keys x queries.
+#pragma once
+
+#include "block.h"
+
+namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
+
+// out (keys, kPanel) = the transpose of p (queries, keys), converted; `present` keys exist from p on.
+template <typename S, typename M, typename Convert>
+void load_transposed(const M* p, int64_t row_stride, int64_t column_stride, int64_t queries, int64_t keys,
+                     int64_t present, typename S::Accum* out, Convert convert) {
+  using T = typename S::Accum;
+  const Matrix<M> m{p, row_stride, column_stride, queries, present};
+  for (int64_t k = 0; k < keys; k += S::kLane) {
+    for (int64_t q = 0; q < queries; q += S::kLane) {
+      M block[kLanes<T> * kLanes<T>];
+      const M* from = p + q * row_stride + k * column_stride;
+      int64_t stride = row_stride;
+      if (q + S::kLane > queries || column_stride != 1 || k + S::kLane > present) {
+        gather_block(m, q, S::kLane, k, S::kLane, block);
+        from = block;
+        stride = S::kLane;
+      }
+      Vec<T> square[kLanes<T>];
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < S::kLane; ++i) square[i] = convert(from + i * stride);
+      transpose_square<T>(square);
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < S::kLane; ++i) store(out + (k + i) * S::kPanel + q, square[i]);
+    }
+  }
+}
+
+template <typename S>
+bool KeyQueryBlock<S>::key_is_masked(int64_t key) const {
+  const ScoreRule& rule = params_.rule;
+  return rule.mask_kind == ScalarKind::kBool && rule.mask.row_stride == 0 && rule.mask.column_stride != 0 &&
+         row_pointer<const uint8_t>(rule.mask, batch_, head_, 0)[key * rule.mask.column_stride] == 0;
+}
+
+// False: none of the queries sees any of the keys.
+template <typename S>
+bool KeyQueryBlock<S>::set_block(int64_t head, Range rows, const QueryPack<S>& pack) {
+  const ScoreRule& rule = params_.rule;
+  const int64_t first = rows.begin, count = rows.end - rows.begin;
+  head_ = head;
+  query_first_ = first;
+  query_count_ = count;
+  padded_queries_ = round_up(count, S::kLane);
+  queries_ = pack;
+  // What a bool mask says of all keys of a query or of all queries of a key is in lse and in the rows' spans.
+  mask_by_key_ =
+      rule.mask_kind != ScalarKind::kNone &&
+      (rule.mask_kind != ScalarKind::kBool || (rule.mask.row_stride != 0 && rule.mask.column_stride != 0));
+  select_all_ = *pack.terms.has_dead_rows != 0 || *keys_.has_bad_values != 0 || *keys_.has_bad_keys != 0;
+  for (int64_t tile = 0; tile < key_count_; tile += kTileRows) {
+    Range& common = cell_common_[tile / cell_size_];
+    if (tile % cell_size_ == 0) common = {0, count};
+    Range hull{count, 0};
+    for (int64_t r = tile; r < tile + tile_rows(tile); ++r) {
+      Range span = intersect(window_queries(rule, params_.shape.query_len, key_first_ + r), rows);
+      span = is_empty(span) || key_is_masked(key_first_ + r) ? Range{0, 0}
+                                                             : Range{span.begin - first, span.end - first};
+      row_span_[r] = span;
+      common = intersect(common, span);
+      if (!is_empty(span)) hull = {smaller(hull.begin, span.begin), larger(hull.end, span.end)};
+    }
+    tile_span_[tile / kTileRows] = is_empty(hull) ? Range{0, 0} : aligned(hull);
+  }
+  bool any = false;
+  for (int64_t cell = 0; cell < key_count_; cell += cell_size_) {
+    for (int64_t panel = 0; panel < padded_queries_; panel += S::kPanel) {
+      live(cell, panel) = cell_is_live(cell, panel);
+      any |= live(cell, panel) != 0;
+    }
+  }
+  return any;
+}
+
+template <typename S>
+bool KeyQueryBlock<S>::cell_is_live(int64_t cell, int64_t panel) const {
+  bool seen = false;
+  for (int64_t tile = cell; tile < cell + cell_rows(cell); tile += kTileRows) {
+    seen |= !is_empty(panel_span(tile, panel));
+  }
+  if (!seen || !mask_by_key_) return seen;
+  seen = false;
+  const TensorView& view = params_.rule.mask;
+  const int64_t queries = view.row_stride == 0 ? 1 : smaller(S::kPanel, query_count_ - panel);
+  with_mask_type<Element>(params_.rule.mask_kind, [&](auto tag) {
+    using M = typename decltype(tag)::Type;
+    const M* mask = row_pointer<const M>(view, batch_, head_, query_first_ + panel) +
+                    (key_first_ + cell) * view.column_stride;
+    for (int64_t i = 0; i < queries && !seen; ++i) {
+      seen = any_let_through(mask + i * view.row_stride, view.column_stride, cell_rows(cell));
+    }
+  });
+  return seen;
+}
+
+template <typename S>
+RowsAhead KeyQueryBlock<S>::rows_ahead(const TensorView& view, const void* data, int64_t size, int64_t cell,
+                                       int64_t panel) const {
+  if (view.row_stride == 0 || view.column_stride != 1) return {};
+  const int64_t first = batch_offset(view, batch_) + head_ * view.head_stride +
+                        (query_first_ + panel) * view.row_stride + key_first_ + cell;
+  return {static_cast<const char*>(data) + first * size, view.row_stride * size, cell_rows(cell) * size,
+          smaller(S::kPanel, query_count_ - panel)};
+}
+
+template <typename S>
+RowsAhead KeyQueryBlock<S>::mask_ahead(int64_t cell, int64_t panel) const {
+  if (!mask_by_key_) return {};
+  const ScalarKind kind = params_.rule.mask_kind;
+  const int64_t size = kind == ScalarKind::kBool ? 1 : kind == ScalarKind::kFloat32 ? 4 : sizeof(Element);
+  return rows_ahead(params_.rule.mask, params_.rule.mask.data, size, cell, panel);
+}
+
+template <typename S>
+RowsAhead KeyQueryBlock<S>::grad_mask_ahead(int64_t cell, int64_t panel) const {
+  if (grad_mask_ == nullptr) return {};
+  return rows_ahead(params_.grad_mask, grad_mask_, sizeof(T), cell, panel);
+}
+
+template <typename S>
+void KeyQueryBlock<S>::load_bias_cell(int64_t cell, int64_t panel) {
+  const TensorView& view = params_.rule.mask;
+  with_mask_type<Element>(params_.rule.mask_kind, [&](auto tag) {
+    using M = typename decltype(tag)::Type;
+    const int64_t key = key_first_ + cell;
+    const M* mask =
+        row_pointer<const M>(view, batch_, head_, query_first_ + panel) + key * view.column_stride;
+    load_transposed<S>(mask, view.row_stride, view.column_stride, smaller(S::kPanel, query_count_ - panel),
+                       cell_rows(cell), params_.shape.key_len - key, s_.bias,
+                       [](const M* p) { return mask_lanes<T>(p); });
+  });
+}
+
+template <typename S>
+void KeyQueryBlock<S>::load_weight_grads_cell(int64_t cell, int64_t panel) {
+  const TensorView& view = params_.grad_weights;
+  const int64_t key = key_first_ + cell;
+  const Element* grads =
+      row_pointer<const Element>(view, batch_, head_, query_first_ + panel) + key * view.column_stride;
+  load_transposed<S>(grads, view.row_stride, view.column_stride, smaller(S::kPanel, query_count_ - panel),
+                     cell_rows(cell), params_.shape.key_len - key, s_.weight_grads,
+                     [](const Element* p) { return load_compute(p); });
+}
+
+// dMask += dS of the cell, summed over whatever the mask broadcasts over.
+template <typename S>
+void KeyQueryBlock<S>::add_mask_grads(int64_t cell, int64_t panel) {
+  const TensorView& view = params_.grad_mask;
+  T* to = grad_mask_ + batch_offset(view, batch_) + head_ * view.head_stride +
+          (query_first_ + panel) * view.row_stride + (key_first_ + cell) * view.column_stride;
+  const int64_t queries = smaller(S::kPanel, query_count_ - panel), keys = cell_rows(cell);
+  for (int64_t q = 0; q < queries; q += S::kLane) {
+    const int64_t present = smaller(S::kLane, queries - q);
+    if (view.column_stride == 0) {
+      Vec<T> sum = {};
+      for (int64_t r = cell; r < cell + keys; ++r) sum += load(grad_row(cell, panel, r) + q);
+      view.row_stride == 0 ? static_cast<void>(*to += lane_sum<T>(sum))
+                           : add_row(to + q * view.row_stride, view.row_stride, sum, present);
+      continue;
+    }
+    for (int64_t k = 0; k < keys; k += S::kLane) {
+      add_mask_square(grad_row(cell, panel, cell + k) + q, smaller(S::kLane, keys - k),
+                      to + q * view.row_stride + k * view.column_stride, present);
+    }
+  }
+}
+
+// A square of lanes of dS (keys, queries), turned around and added.
+template <typename S>
+void KeyQueryBlock<S>::add_mask_square(const T* grads, int64_t keys, T* to, int64_t queries) const {
+  const TensorView& view = params_.grad_mask;
+  Vec<T> square[kLanes<T>];
+  if (keys == S::kLane) {
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < S::kLane; ++i) square[i] = load(grads + i * s_.score_stride);
+  } else {
+    for (int64_t i = 0; i < S::kLane; ++i)
+      square[i] = i < keys ? load(grads + i * s_.score_stride) : Vec<T>{};
+  }
+  transpose_square<T>(square);
+  if (keys == S::kLane && queries == S::kLane && view.column_stride == 1) {
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < S::kLane; ++i) {
+      store(to + i * view.row_stride, load(to + i * view.row_stride) + square[i]);
+    }
+  } else {
+    for (int64_t i = 0; i < queries; ++i)
+      add_row(to + i * view.row_stride, view.column_stride, square[i], keys);
+  }
+}
+
+// Fills `keep` for a panel of queries and all of the block's keys: rows in the lanes, four keys a draw.
+template <typename S>
+void KeyQueryBlock<S>::draw_dropout(int64_t panel) {
+  const DropoutRule& rule = params_.dropout;
+  PhiloxRow state;
+  set_philox_batch(state, rule, batch_);
+  state.head = static_cast<uint32_t>(head_);
+  keep_first_ = round_down(key_first_, kDropoutColumns);
+  const T scale = static_cast<T>(rule.keep_scale);
+  for (int64_t key = keep_first_; key < key_first_ + key_count_; key += kDropoutColumns) {
+    const auto chunk = static_cast<uint32_t>(key / kDropoutColumns);
+    for (int64_t q = 0; q < panel_width(panel); q += kLanes<uint32_t>) {
+      state.row = static_cast<uint32_t>(query_first_ + panel + q);
+      for (uint32_t i = 0; i < 16; ++i) {
+        uint32_t words[4][kLanes<uint32_t>];
+        philox_rows(state, chunk * 16 + i, words);
+        for (uint32_t w = 0; w < 4; ++w) {
+          T* keep = s_.keep + (key - keep_first_ + 16 * w + i) * S::kPanel + q;
+          const int64_t count = smaller(kLanes<uint32_t>, S::kPanel - q);
+          for (int64_t l = 0; l < count; ++l) keep[l] = words[w][l] >= rule.threshold ? scale : 0;
+        }
+      }
+    }
+  }
+}
+
+}  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

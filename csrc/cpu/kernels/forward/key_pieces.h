@@ -1,0 +1,217 @@
+// Few query rows against many keys. A task lets the rows of all query heads of a group attend to some pieces
+// of their keys (packed first, unless there is but a handful of rows); then the pieces' outputs, row maxima
+// and sums are merged in order.
+#pragma once
+
+#include "../interface/forward.h"
+#include "packed_head.h"
+#include "plan.h"
+#include "query_block.h"
+#include "weight_row.h"
+
+namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
+
+constexpr int64_t kSplitPieceKeys = 512;
+constexpr int64_t kFewRowsPieceKeys = 256;
+constexpr int64_t kTasksPerThread = 8;  // at least, of a handful of rows, if there are as many pieces
+
+template <typename S>
+class KeyPieces {
+ public:
+  static void plan(const ForwardParams& params, int threads, ForwardPlan& plan);
+  static int64_t tasks(const ForwardPlan& plan, int64_t round) { return plan.round_tasks[round]; }
+  static void run(const ForwardParams& params, const ForwardPlan& plan, int64_t round, int64_t task,
+                  void* shared, void* scratch);
+
+ private:
+  using T = typename S::Accum;
+  using Element = typename S::Element;
+
+  KeyPieces(const ForwardParams& params, const ForwardPlan& plan, void* shared, void* scratch)
+      : params_(params),
+        plan_(plan),
+        shape_(params.shape),
+        shared_(static_cast<T*>(shared)),
+        arena_{static_cast<char*>(scratch), 0},
+        query_(take_query_scratch<S>(arena_, params.shape, plan)) {}
+
+  void attend(int64_t task);
+  void run_piece(int64_t batch, int64_t key_head, int64_t piece);
+  void keep_rows(int64_t batch, int64_t rows, int64_t piece) const;
+  void merge(int64_t batch, int64_t head);
+  void merge_row(const T* partials, int64_t row) const;
+  void merge_weights(int64_t batch, int64_t row) const;
+
+  // A row of a piece: the output, then row max and row sum.
+  static int64_t partial_row_size(const AttentionShape& shape) {
+    return padded_dim<S>(shape.value_dim) + S::kLane;
+  }
+  // Rows of weights that are kept for the merge, each piece relative to its own row max; behind the partial
+  // rows.
+  static int64_t kept_row_size(const ForwardParams& params) {
+    return has_weights(params) ? round_up(params.shape.key_len, S::kLane) : 0;
+  }
+  int64_t piece_stride() const { return shape_.query_len * partial_row_size(shape_); }
+  T* partials(int64_t batch, int64_t head, int64_t piece) const {
+    return shared_ + ((batch * shape_.query_heads + head) * plan_.pieces.count + piece) * piece_stride();
+  }
+  T* key_mass_of(int64_t batch, int64_t head) const {
+    return static_cast<T*>(params_.key_mass) + (batch * shape_.query_heads + head) * shape_.key_len;
+  }
+  T* kept_weights(int64_t batch, int64_t head) const {
+    return partials(shape_.batch, 0, 0) +
+           (batch * shape_.query_heads + head) * shape_.query_len * kept_row_size(params_);
+  }
+
+  const ForwardParams& params_;
+  const ForwardPlan& plan_;
+  const AttentionShape& shape_;
+  T* const shared_;
+  Arena arena_;
+  const QueryScratch<S> query_;
+};
+
+template <typename S>
+void KeyPieces<S>::plan(const ForwardParams& params, int threads, ForwardPlan& plan) {
+  const AttentionShape& shape = params.shape;
+  const int64_t key_units = shape.batch * shape.key_heads, query_units = shape.batch * shape.query_heads;
+  const bool few_rows = plan.path == ForwardPath::kFewRows;
+  plan.pieces.keys = plan.block_keys = few_rows ? kFewRowsPieceKeys : kSplitPieceKeys;
+  plan.pieces.count = larger(1, ceil_div(shape.key_len, plan.pieces.keys));
+  plan.block_rows = block_height(shape.query_len * group_size(shape), 1);
+  plan.value_in_place = values_lie_packed<S>(params);
+  plan.rounds = 2;
+  if (query_units == 0 || shape.query_len == 0) return;
+
+  // Pieces that lie beside each other stream better; some tasks a thread are enough for an even share.
+  const int64_t even = key_units * plan.pieces.count / (kTasksPerThread * threads);
+  plan.pieces.per_task = few_rows ? larger(1, smaller(even, plan.pieces.count)) : 1;
+  plan.pieces.merged = plan.pieces.count > 1 || has_weights(params);
+  plan.round_tasks[0] = key_units * ceil_div(plan.pieces.count, plan.pieces.per_task);
+  if (plan.pieces.merged) {
+    plan.round_tasks[1] = query_units;
+    plan.shared_bytes = query_units * shape.query_len *
+                        (plan.pieces.count * partial_row_size(shape) + kept_row_size(params)) *
+                        static_cast<int64_t>(sizeof(T));
+  }
+  Arena scratch{nullptr, 0};
+  take_query_scratch<S>(scratch, shape, plan);
+  if (!few_rows) take_packed_head<S>(params, plan, scratch, plan.pieces.keys);
+  plan.thread_bytes = scratch.used;
+}
+
+template <typename S>
+void KeyPieces<S>::run(const ForwardParams& params, const ForwardPlan& plan, int64_t round, int64_t task,
+                       void* shared, void* scratch) {
+  KeyPieces<S> call(params, plan, shared, scratch);
+  round == 0 ? call.attend(task)
+             : call.merge(task / params.shape.query_heads, task % params.shape.query_heads);
+}
+
+template <typename S>
+void KeyPieces<S>::attend(int64_t task) {
+  const int64_t tasks = ceil_div(plan_.pieces.count, plan_.pieces.per_task);
+  const int64_t key_head = task / tasks % shape_.key_heads, batch = task / tasks / shape_.key_heads;
+  const int64_t first = task % tasks * plan_.pieces.per_task;
+  for (int64_t piece = first; piece < smaller(first + plan_.pieces.per_task, plan_.pieces.count); ++piece) {
+    run_piece(batch, key_head, piece);
+  }
+}
+
+template <typename S>
+void KeyPieces<S>::run_piece(int64_t batch, int64_t key_head, int64_t piece) {
+  const int64_t group = group_size(shape_), rows = group * shape_.query_len;
+  const Range keys{piece * plan_.pieces.keys, smaller((piece + 1) * plan_.pieces.keys, shape_.key_len)};
+  PackedHead<S> packed{};
+  if (plan_.path == ForwardPath::kSplit) {
+    Arena arena = arena_;
+    packed = take_packed_head<S>(params_, plan_, arena, plan_.pieces.keys);
+    set_head(params_, plan_, packed, batch, key_head, keys.begin);
+    pack_head(params_, plan_, packed, batch, key_head, keys);
+  }
+  QueryBlock<S> block(params_, plan_, query_, packed, batch);
+  if (has_weights(params_)) block.set_kept_weights(kept_weights(0, 0), kept_row_size(params_));
+  for (int64_t first = 0; first < rows; first += plan_.block_rows) {
+    const int64_t count = smaller(plan_.block_rows, rows - first);
+    block.set_rows(key_head * group, first, count);
+    block.attend(keys);
+    if (!block.output_is_finite()) block.attend_carefully(keys);
+    plan_.pieces.merged ? keep_rows(batch, count, piece) : block.finish();
+  }
+}
+
+template <typename S>
+void KeyPieces<S>::keep_rows(int64_t batch, int64_t rows, int64_t piece) const {
+  const int64_t width = query_.output_stride;
+  for (int64_t r = 0; r < rows; ++r) {
+    T* to = partials(batch, query_.row_head[r], piece) + query_.row_index[r] * partial_row_size(shape_);
+    memcpy(to, query_.output + r * width, static_cast<size_t>(width) * sizeof(T));
+    to[width] = query_.row_max[r];
+    to[width + 1] = query_.row_sum[r];
+  }
+}
+
+// weights = factor 2^(m_i - m) P_i of one row, key mass += weights
+template <typename S>
+void KeyPieces<S>::merge_weights(int64_t batch, int64_t row) const {
+  const int64_t head = query_.row_head[row], index = query_.row_index[row];
+  const T* kept = kept_weights(batch, head) + index * kept_row_size(params_);
+  WeightRow<S> out{};
+  if (params_.key_mass != nullptr) out.mass = key_mass_of(batch, head);
+  if (params_.weights.data != nullptr)
+    out.weights = row_pointer<Element>(params_.weights, batch, head, index);
+  const T top = query_.row_max[row];
+  const T origin = top == -kInfinity<T> ? 0 : top;
+  for (int64_t piece = 0; piece < plan_.pieces.count; ++piece) {
+    const T* part = partials(batch, head, piece) + index * partial_row_size(shape_);
+    const Vec<T> share = exp2<T>(broadcast(part[query_.output_stride] - origin));
+    const Vec<T> factor = broadcast(query_.factor[row]) * share;
+    const int64_t end = smaller((piece + 1) * plan_.pieces.keys, shape_.key_len);
+    for (int64_t j = piece * plan_.pieces.keys; j < end; j += S::kLane) {
+      out.write(j, load(kept + j), factor, smaller(S::kLane, end - j));
+    }
+  }
+}
+
+// m = max m_i,  l = sum 2^(m_i - m) l_i,  O = sum 2^(m_i - m) O_i   over the pieces i, in their order
+template <typename S>
+void KeyPieces<S>::merge_row(const T* first_partial, int64_t row) const {
+  const int64_t width = query_.output_stride;
+  T* output = query_.output + row * width;
+  const auto part = [&](int64_t piece) { return first_partial + piece * piece_stride(); };
+  Vec<T> top = broadcast(-kInfinity<T>);
+  for (int64_t i = 0; i < plan_.pieces.count; ++i) top = maximum(top, broadcast(part(i)[width]));
+  const Vec<T> origin = top == -kInfinity<T> ? Vec<T>{} : top;
+  Vec<T> sum = {};
+  fill_span(output, 0, width, static_cast<T>(0));
+  for (int64_t i = 0; i < plan_.pieces.count; ++i) {
+    const T* from = part(i);
+    const Vec<T> share = exp2<T>(broadcast(from[width]) - origin);
+    sum = multiply_add(share, broadcast(from[width + 1]), sum);
+    for (int64_t c = 0; c < width; c += S::kLane) {
+      store(output + c, multiply_add(share, load(from + c), load(output + c)));
+    }
+  }
+  query_.row_max[row] = top[0];
+  query_.row_sum[row] = sum[0];
+}
+
+template <typename S>
+void KeyPieces<S>::merge(int64_t batch, int64_t head) {
+  const PackedHead<S> none{};
+  QueryBlock<S> block(params_, plan_, query_, none, batch);
+  if (params_.key_mass != nullptr) {
+    fill_span(key_mass_of(batch, head), 0, shape_.key_len, static_cast<T>(0));
+  }
+  for (int64_t first = 0; first < shape_.query_len; first += plan_.block_rows) {
+    const int64_t rows = smaller(plan_.block_rows, shape_.query_len - first);
+    block.set_rows(head, first, rows);
+    for (int64_t r = 0; r < rows; ++r) {
+      merge_row(partials(batch, head, 0) + (first + r) * partial_row_size(shape_), r);
+    }
+    block.finish();
+    for (int64_t r = 0; r < rows && has_weights(params_); ++r) merge_weights(batch, r);
+  }
+}
+
+}  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

@@ -1,0 +1,35 @@
+// Which path a forward call takes, and the height of its blocks of query rows.
+#pragma once
+
+#include "../interface/forward.h"
+#include "query_block.h"
+
+namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
+
+constexpr int64_t kOnlineKeys = 512;
+constexpr int64_t kWholeRowKeys = 2 * kOnlineKeys;  // whole rows up to here
+constexpr int64_t kBlockRows = 96;
+constexpr int64_t kSplitRows = 32;       // as few query rows as this and the keys are split
+constexpr int64_t kForwardFewRows = 16;  // as few as this and nothing is packed
+
+ATTN_EXT_INLINE bool has_weights(const ForwardParams& params) {
+  return params.weights.data != nullptr || params.key_mass != nullptr;
+}
+
+// Bits hang on the path, so neither the batch, nor the heads, nor the threads come into it.
+ATTN_EXT_INLINE ForwardPath forward_path(const ForwardParams& params) {
+  const AttentionShape& shape = params.shape;
+  const bool weights = has_weights(params);
+  if (shape.query_len <= kForwardFewRows) return ForwardPath::kFewRows;
+  if (shape.query_len <= kSplitRows && shape.key_len > kWholeRowKeys && !weights) return ForwardPath::kSplit;
+  return shape.key_len <= (weights ? kMaxBlockKeys : kWholeRowKeys) ? ForwardPath::kWholeRows
+                                                                    : ForwardPath::kOnline;
+}
+
+// Blocks of equal height, in whole tiles; at least `blocks` of them.
+ATTN_EXT_INLINE int64_t block_height(int64_t rows, int64_t blocks) {
+  blocks = larger(larger(1, blocks), ceil_div(rows, kBlockRows));
+  return larger(kTileRows, round_up(ceil_div(rows, blocks), kTileRows));
+}
+
+}  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

@@ -1,0 +1,211 @@
+// One block of query rows against the keys of one head: for every block of keys the tile goes through
+//   scores S = Q K^T  ->  mask  ->  softmax (row max, weights, row sum)  ->  dropout  ->  O = carry O + P V
+// in bands of rows small enough for S to stay in the nearest cache. Rows never mix: what a row gets does not
+// depend on which rows lie beside it.
+#pragma once
+
+#include "../interface/forward.h"
+#include "../matrix/arena.h"
+#include "../matrix/rows_ahead.h"
+#include "../scores/dropout_draw.h"
+#include "../scores/mask_and_scale.h"
+#include "../scores/softmax.h"
+#include "packed_head.h"
+
+namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
+
+constexpr int64_t kBandTiles = 4;
+constexpr int64_t kBandRows = kBandTiles * kTileRows;
+constexpr int64_t kMaxBlockKeys = 4096;
+constexpr int64_t kRunKeys = 64;  // keys are left out by the mask in units of this
+constexpr int64_t kMaxRuns = kMaxBlockKeys / kRunKeys / 2 + 1;
+constexpr int64_t kStreamKeys = 32;  // keys whose values are streamed at a time
+
+template <typename S>
+struct QueryScratch {
+  using T = typename S::Accum;
+  typename S::Operand* query;       // (rows, query_stride)
+  T* scores;                        // (band rows, score_stride)
+  T* output;                        // (rows, padded Dv), not yet divided by the row sum
+  typename S::Element* key_rows;    // (lanes, D), and
+  typename S::Element* value_rows;  // (kStreamKeys, Dv): copied rows, where they are streamed
+  T *row_max, *row_sum, *carry, *ones, *factor, *lse;
+  int64_t *row_head, *row_index;
+  Range* row_keys;   // visible keys, the mask apart
+  Range* row_span;   // the same within the key block
+  Range* tile_span;  // the hull of a tile's row spans
+  uint8_t* tile_started;
+  int64_t query_stride, score_stride, output_stride;
+};
+
+template <typename S>
+inline QueryScratch<S> take_query_scratch(Arena& arena, const AttentionShape& shape,
+                                          const ForwardPlan& plan) {
+  using T = typename S::Accum;
+  QueryScratch<S> s;
+  const int64_t rows = round_up(plan.block_rows, kTileRows) + S::kLane + kBandRows;
+  s.query_stride = row_stride_of<S>(shape.head_dim);
+  s.score_stride =
+      round_up(plan.block_keys, S::kPanel) + S::kLane;  // off the powers of two that share cache sets
+  s.output_stride = padded_dim<S>(shape.value_dim);
+  s.query = take<typename S::Operand>(arena, rows * s.query_stride);
+  s.scores = take<T>(arena, kBandRows * s.score_stride);
+  s.output = take<T>(arena, rows * s.output_stride);
+  if (plan.path == ForwardPath::kFewRows) {
+    s.key_rows = take<typename S::Element>(arena, S::kLane * shape.head_dim);
+    s.value_rows = take<typename S::Element>(arena, kStreamKeys * shape.value_dim);
+  }
+  s.row_max = take<T>(arena, rows);
+  s.row_sum = take<T>(arena, rows);
+  s.carry = take<T>(arena, rows);
+  s.ones = take<T>(arena, rows);
+  s.factor = take<T>(arena, rows);
+  s.lse = take<T>(arena, rows);
+  s.row_head = take<int64_t>(arena, rows);
+  s.row_index = take<int64_t>(arena, rows);
+  s.row_keys = take<Range>(arena, rows);
+  s.row_span = take<Range>(arena, rows);
+  s.tile_span = take<Range>(arena, rows);
+  s.tile_started = take<uint8_t>(arena, rows);
+  return s;
+}
+
+template <typename S>
+struct StreamArgs;  // streamed.h
+
+template <typename S>
+class QueryBlock {
+ public:
+  using T = typename S::Accum;
+  using Element = typename S::Element;
+  using Operand = typename S::Operand;
+  using Product = typename S::Product;
+
+  QueryBlock(const ForwardParams& params, const ForwardPlan& plan, const QueryScratch<S>& scratch,
+             const PackedHead<S>& packed, int64_t batch)
+      : params_(params),
+        plan_(plan),
+        s_(scratch),
+        packed_(packed),
+        batch_(batch),
+        units_(score_units<T>(params.rule)) {}
+  QueryBlock(const QueryBlock&) = delete;
+  QueryBlock& operator=(const QueryBlock&) = delete;
+
+  // Where the weights' column sums are added, for blocks whose rows are all of one head.
+  void set_key_mass(T* key_mass) { key_mass_ = key_mass; }
+
+  // Whether attend() writes weights and key mass, as it can where one block holds all keys; else emit_all()
+  // has to.
+  void set_emit_in_place(bool emit) { emit_in_place_ = emit; }
+
+  // Where attend() leaves the weights, not yet divided by the row sums: (B, Hq, Lq, key_stride).
+  void set_kept_weights(T* weights, int64_t key_stride) {
+    kept_weights_ = weights;
+    kept_stride_ = key_stride;
+  }
+
+  // Rows [first, first + rows) of the query rows of heads first_head, first_head + 1, ..., one after the
+  // other.
+  void set_rows(int64_t first_head, int64_t first, int64_t rows);
+
+  // Attends to `keys`, leaving row max, row sum and the undivided output in the scratch.
+  void attend(Range keys);
+  bool output_is_finite() const;
+
+  // attend(), with masked-out values left out of the products, since a weight of 0 keeps out neither NaN nor
+  // Inf. Slow; the same bits where all is finite.
+  void attend_carefully(Range keys);
+
+  // Divides by the row sums and writes output and lse.
+  void finish();
+
+  // Makes the scores once more, now that the row sums are known, and writes weights and key mass.
+  void emit_all(Range keys);
+
+ private:
+  Range aligned(Range span) const { return {round_down(span.begin, S::kLane), round_up(span.end, S::kLane)}; }
+  int64_t band_rows(int64_t band) const { return smaller(kBandRows, rows_ - band); }
+  int64_t tile_rows(int64_t tile) const { return smaller(kTileRows, rows_ - tile); }
+  T* score_row(int64_t band, int64_t r) const { return s_.scores + (r - band) * s_.score_stride; }
+  Range tile_span(int64_t r) const { return s_.tile_span[r / kTileRows]; }
+  bool wants_weights() const { return params_.weights.data != nullptr || key_mass_ != nullptr; }
+
+  // body(begin, end) for every run of live keys inside span.
+  template <typename Body>
+  ATTN_EXT_INLINE void each_run(Range span, Body body) const {
+    for (int64_t i = 0; i < run_count_; ++i) {
+      const Range part = intersect(runs_[i], span);
+      if (!is_empty(part)) body(part.begin, part.end);
+    }
+  }
+
+  // visible.h
+  bool lie_packed(const Matrix<Element>& query, int64_t index) const;
+  void limit_rows();
+  bool set_key_block(int64_t first_key, int64_t count);
+  void select_runs();
+  bool is_live(int64_t begin, int64_t end) const;
+  bool row_is_live(int64_t r, Range span) const;
+  bool masked_in_tile(int64_t tile, Range span) const;
+  Range masked_panels(int64_t r, Range run) const;
+  void scores_masked(int64_t tile, Range span, const TileArgs<Product>& args) const;
+  void mask(int64_t band);
+  void mask_row(int64_t r, T* row, int64_t begin, int64_t end) const;
+
+  // packed.h
+  void scores(int64_t band);
+  void attend_band(int64_t band);
+  void softmax(int64_t band, bool paired);
+  void row_maxima(int64_t band, T* top) const;
+  void exponentials(int64_t band, bool paired);
+  void dropout(int64_t band, bool paired);
+  void pair_weights(int64_t band);
+  void values(int64_t band);
+  void multiply_values(int64_t band, int64_t tile, int64_t column, Range span);
+  void note_visible(int64_t band);
+  void values_careful(int64_t band);
+  void careful_row(int64_t band, int64_t r, int64_t column, Range span, bool first, bool fresh);
+
+  // streamed.h
+  RowsAhead rows_ahead(const Matrix<Element>& rows, int64_t j, int64_t run_end, const TensorView& after,
+                       int64_t after_key) const;
+  void stream_scores(int64_t band);
+  void stream_values(int64_t band);
+  template <int Rows>
+  void stream_rows(int64_t band, int64_t row, int64_t key, StreamArgs<S> args);
+  void keep_weights(int64_t band) const;
+  void gather_values(const Matrix<Element>& value, Range keys, const uint8_t* visible);
+
+  // output.h
+  void finish_rows(int64_t band);
+  void gather_sinks(int64_t band);
+  void store_output() const;
+  void emit(int64_t band);
+  void emit_row(int64_t r, const T* row) const;
+
+  const ForwardParams& params_;
+  const ForwardPlan& plan_;
+  const QueryScratch<S>& s_;
+  const PackedHead<S>& packed_;
+  const int64_t batch_;
+  const ScoreUnits<T> units_;
+  T* key_mass_ = nullptr;
+  T* kept_weights_ = nullptr;
+  int64_t kept_stride_ = 0;
+  bool emit_in_place_ = false;      // weights go out while their scores are in cache
+  bool mask_by_key_ = false;        // the mask has to be looked at key by key
+  bool mask_in_tile_ = false;       // and its rows are dense, so that whole tiles do
+  const Operand* query_ = nullptr;  // the rows' operands, query_stride_ apart
+  int64_t query_stride_ = 0;
+  int64_t rows_ = 0;
+  int64_t key_head_ = 0;
+  int64_t block_key_ = 0;  // first key of the key block; spans and runs count from it
+  int64_t block_count_ = 0;
+  Range runs_[kMaxRuns];
+  int64_t run_count_ = 0;
+  uint8_t* visible_ = nullptr;        // (band rows, score_stride), in careful mode
+  Operand* chosen_values_ = nullptr;  // (keys of a run, value panel width), in careful mode
+};
+
+}  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

@@ -1,0 +1,208 @@
+// QueryBlock: which keys its rows see, and the mask pass.
+#pragma once
+
+#include "query_block.h"
+
+namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
+
+template <typename S>
+void QueryBlock<S>::set_rows(int64_t first_head, int64_t first, int64_t rows) {
+  const AttentionShape& shape = params_.shape;
+  rows_ = rows;
+  key_head_ = first_head / larger(1, shape.query_heads / larger(1, shape.key_heads));
+  query_ = s_.query;
+  query_stride_ = s_.query_stride;
+  for (int64_t r = 0; r < rows;) {
+    const int64_t head = first_head + (first + r) / shape.query_len;
+    const int64_t index = (first + r) % shape.query_len;
+    const int64_t count = smaller(rows - r, shape.query_len - index);
+    const Matrix<Element> query{row_pointer<const Element>(params_.query, batch_, head, 0),
+                                params_.query.row_stride, params_.query.column_stride, shape.query_len,
+                                shape.head_dim};
+    if (count == rows && lie_packed(query, index)) {
+      query_ = reinterpret_cast<const Operand*>(query.data + index * query.row_stride);
+      query_stride_ = query.row_stride / S::kDepth;
+    } else {
+      pack_rows<Product>(query, index, count, s_.query + r * s_.query_stride, s_.query_stride);
+    }
+    for (int64_t i = 0; i < count; ++i, ++r) {
+      s_.row_head[r] = head;
+      s_.row_index[r] = index + i;
+    }
+  }
+  limit_rows();
+}
+
+// Dense rows of whole operands can be read where they lie.
+template <typename S>
+bool QueryBlock<S>::lie_packed(const Matrix<Element>& query, int64_t index) const {
+  return sizeof(Element) * S::kDepth == sizeof(Operand) && plan_.path != ForwardPath::kFewRows &&
+         query.column_stride == 1 && query.row_stride == query.columns && query.columns % S::kDepth == 0 &&
+         reinterpret_cast<uintptr_t>(query.data + index * query.row_stride) % sizeof(Operand) == 0;
+}
+
+// Folds into the rows' key ranges whatever of the mask is a range: rows masked as a whole and padding.
+template <typename S>
+void QueryBlock<S>::limit_rows() {
+  const ScoreRule& rule = params_.rule;
+  const int64_t key_len = params_.shape.key_len;
+  const bool is_bool = rule.mask_kind == ScalarKind::kBool;
+  const bool by_row = is_bool && rule.mask.column_stride == 0;
+  const bool by_key = is_bool && !by_row && rule.mask.row_stride == 0;
+  mask_by_key_ = rule.mask_kind != ScalarKind::kNone && !by_row && !by_key;
+  Range padding{0, key_len};
+  for (int64_t r = 0; r < rows_; ++r) {
+    s_.row_keys[r] = window_keys(rule, key_len, s_.row_index[r]);
+    if (key_len == 0 || !is_bool) continue;
+    const uint8_t* mask = row_pointer<const uint8_t>(rule.mask, batch_, s_.row_head[r], s_.row_index[r]);
+    if (by_row && *mask == 0) s_.row_keys[r] = {0, 0};
+    if (!by_key) continue;
+    if (r == 0 || s_.row_head[r] != s_.row_head[r - 1]) {
+      bool gapless = true;
+      padding = mask_row_range(mask, rule.mask.column_stride, key_len, gapless);
+      mask_by_key_ |= !gapless;
+    }
+    s_.row_keys[r] = intersect(s_.row_keys[r], padding);
+  }
+  mask_in_tile_ = mask_by_key_ && rule.mask.column_stride == 1 && units_.softcap == 0 &&
+                  (!is_bool || !units_.scale_first) && plan_.path != ForwardPath::kFewRows;
+}
+
+// False: no row sees any of these keys.
+template <typename S>
+bool QueryBlock<S>::set_key_block(int64_t first_key, int64_t count) {
+  block_key_ = first_key;
+  block_count_ = count;
+  Range hull{count, 0};
+  for (int64_t tile = 0; tile < rows_; tile += kTileRows) {
+    Range span{count, 0};
+    for (int64_t r = tile; r < tile + tile_rows(tile); ++r) {
+      Range keys = intersect(s_.row_keys[r], {first_key, first_key + count});
+      keys.begin -= first_key;
+      keys.end -= first_key;
+      s_.row_span[r] = keys;
+      if (!is_empty(keys)) span = {smaller(span.begin, keys.begin), larger(span.end, keys.end)};
+    }
+    s_.tile_span[tile / kTileRows] = span;
+    if (!is_empty(span)) hull = {smaller(hull.begin, span.begin), larger(hull.end, span.end)};
+  }
+  run_count_ = 0;
+  if (is_empty(hull)) return false;
+  if (plan_.path == ForwardPath::kFewRows) {  // all rows go through all that is read
+    for (int64_t tile = 0; tile < rows_; tile += kTileRows) s_.tile_span[tile / kTileRows] = hull;
+  }
+  runs_[0] = aligned(hull);
+  run_count_ = 1;
+  if (mask_by_key_) select_runs();
+  return run_count_ > 0;
+}
+
+// Cuts the one run into those that the mask leaves.
+template <typename S>
+void QueryBlock<S>::select_runs() {
+  const Range all = runs_[0];
+  run_count_ = 0;
+  for (int64_t begin = all.begin; begin < all.end;) {
+    const int64_t end = smaller(round_down(begin, kRunKeys) + kRunKeys, all.end);
+    if (is_live(begin, end)) {
+      if (run_count_ > 0 && runs_[run_count_ - 1].end == begin) {
+        runs_[run_count_ - 1].end = end;
+      } else {
+        runs_[run_count_++] = {begin, end};
+      }
+    }
+    begin = end;
+  }
+}
+
+template <typename S>
+bool QueryBlock<S>::is_live(int64_t begin, int64_t end) const {
+  for (int64_t r = 0; r < rows_; ++r) {
+    if (row_is_live(r, intersect(s_.row_span[r], {begin, end}))) return true;
+  }
+  return false;
+}
+
+template <typename S>
+bool QueryBlock<S>::row_is_live(int64_t r, Range span) const {
+  if (is_empty(span)) return false;
+  bool live = false;
+  with_mask_type<Element>(params_.rule.mask_kind, [&](auto tag) {
+    using M = typename decltype(tag)::Type;
+    const TensorView& view = params_.rule.mask;
+    const M* mask = row_pointer<const M>(view, batch_, s_.row_head[r], s_.row_index[r]);
+    live = any_let_through(mask + (block_key_ + span.begin) * view.column_stride, view.column_stride,
+                           span.end - span.begin);
+  });
+  return live;
+}
+
+// Whether a tile's scores meet the mask as soon as they are made: all of a panel, if the mask's row lies
+// dense.
+template <typename S>
+bool QueryBlock<S>::masked_in_tile(int64_t tile, Range span) const {
+  return mask_in_tile_ && tile_rows(tile) == kTileRows && span.end - span.begin == S::kPanel &&
+         block_key_ + span.end <= params_.shape.key_len;
+}
+
+// The part of a run that masked_in_tile() is true of.
+template <typename S>
+Range QueryBlock<S>::masked_panels(int64_t r, Range run) const {
+  const int64_t present = params_.shape.key_len - block_key_;
+  const Range panels{round_up(run.begin, S::kPanel), round_down(smaller(run.end, present), S::kPanel)};
+  const bool in_tile = mask_in_tile_ && tile_rows(round_down(r, kTileRows)) == kTileRows;
+  return in_tile && !is_empty(panels) ? panels : Range{run.end, run.end};
+}
+
+template <typename S>
+void QueryBlock<S>::scores_masked(int64_t tile, Range span, const TileArgs<Product>& args) const {
+  with_mask_type<Element>(params_.rule.mask_kind, [&](auto tag) {
+    using M = typename decltype(tag)::Type;
+    const M* rows[kTileRows];
+    for (int64_t r = 0; r < kTileRows; ++r) {
+      rows[r] =
+          row_pointer<const M>(params_.rule.mask, batch_, s_.row_head[tile + r], s_.row_index[tile + r]) +
+          block_key_ + span.begin;
+    }
+    // All but a run's first panel have been asked for by the panel before.
+    masked_tile<Product>(args, rows, units_.scale, span.begin == runs_[0].begin ? 0 : S::kPanel);
+  });
+}
+
+// Scales, caps, masks, and puts -inf wherever a tile has computed a score that its row does not see.
+template <typename S>
+void QueryBlock<S>::mask(int64_t band) {
+  // A bias is added by the multiply-add that scales, if nothing has to happen in between.
+  const bool scaled_by_mask =
+      mask_by_key_ && params_.rule.mask_kind != ScalarKind::kBool && units_.softcap == 0;
+  const bool changes_scores = mask_by_key_ || units_.scale_first;
+  for (int64_t r = band; r < band + band_rows(band); ++r) {
+    const Range computed = aligned(tile_span(r));
+    if (is_empty(computed)) continue;
+    T* row = score_row(band, r);
+    if (changes_scores) {
+      each_run(computed, [&](int64_t begin, int64_t end) {
+        if (units_.scale_first && !scaled_by_mask) scale_span(row, begin, end, units_);
+        if (!mask_by_key_) return;
+        Range done = masked_panels(r, {begin, end});
+        mask_row(r, row, begin, done.begin);
+        mask_row(r, row, done.end, end);
+      });
+    }
+    hide_outside(row, computed, s_.row_span[r]);
+  }
+}
+
+template <typename S>
+void QueryBlock<S>::mask_row(int64_t r, T* row, int64_t begin, int64_t end) const {
+  if (begin >= end) return;
+  with_mask_type<Element>(params_.rule.mask_kind, [&](auto tag) {
+    using M = typename decltype(tag)::Type;
+    const TensorView& view = params_.rule.mask;
+    const M* mask = row_pointer<const M>(view, batch_, s_.row_head[r], s_.row_index[r]);
+    mask_span<T>(row, begin, end, mask + block_key_ * view.column_stride, view.column_stride,
+                 params_.shape.key_len - block_key_, units_.softcap == 0 ? units_.scale : static_cast<T>(1));
+  });
+}
+
+}  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

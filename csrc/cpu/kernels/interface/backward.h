@@ -1,0 +1,56 @@
+// The backward kernels as the tensor side sees them.
+#pragma once
+
+#include "params.h"
+#include "ways.h"
+
+namespace attn_ext::cpu {
+
+enum class BackwardPath : int8_t {
+  kTiles,    // blocks of keys against blocks of queries, packed
+  kFewRows,  // a handful of query rows, many keys: keys and values read once, unpacked, in pieces
+  kFewKeys,  // so few keys that whole rows of weights stay in the nearest cache
+};
+constexpr int kBackwardPaths = 3;
+
+// Batches and key heads are the units of work. Units whose gradients meet in the same mask gradient are a
+// family; a chain is what of a family adds to one copy of that gradient, unit after unit.
+struct ChainsPlan {
+  int64_t count;
+  int64_t family_units;
+  int64_t mask_copies;  // of the mask gradient, the caller's own the first
+  bool heads_share_mask, batches_share_mask;
+};
+
+// Where there are few chains, keys and queries are cut into `segments` segments, and for each query head of a
+// group key segment i meets query segment (i + t) mod segments in phase t. That order of the sums follows
+// from the shapes alone. Who works is up to the threads: a task takes a whole chain with packs of its own,
+// or, where the chains would leave threads idle, one key segment in one phase: no two tasks of a phase add to
+// the same gradient.
+struct TilesPlan {
+  int64_t block_keys, block_queries;  // of a block
+  int64_t key_blocks, query_blocks;   // of a head
+  int64_t segments;                   // of keys and of queries
+  bool in_phases;                     // segments of a phase are tasks of their own; packs are shared
+  int64_t prepare_tasks, row_tasks, run_tasks, finish_tasks, sum_tasks;
+};
+
+struct FewRowsPlan {
+  int64_t pieces;  // of the keys
+  bool streamed;   // the gradients of key and value are written past the caches
+  int64_t term_tasks, piece_tasks, merge_tasks, mask_tasks;
+};
+
+struct BackwardPlan {
+  BackwardPath path;
+  bool exact_delta;  // delta from P dP rather than from the output
+  ChainsPlan chains;
+  TilesPlan tiles;
+  FewRowsPlan few_rows;
+  int64_t rounds;
+  int64_t shared_bytes, thread_bytes;
+};
+
+using BackwardWays = Ways<BackwardParams, BackwardPlan, BackwardPath, kBackwardPaths>;
+
+}  // namespace attn_ext::cpu

@@ -1,0 +1,48 @@
+// The forward kernels as the tensor side sees them.
+#pragma once
+
+#include "params.h"
+#include "ways.h"
+
+namespace attn_ext::cpu {
+
+enum class ForwardPath : int8_t {
+  kWholeRows,  // all keys in one block: whole-row softmax
+  kOnline,     // softmax over key blocks with a running maximum and sum
+  kSplit,      // few query rows, many keys: pieces of the keys apart, then merged
+  kFewRows,    // a handful of query rows: keys and values read once, unpacked, in pieces
+};
+constexpr int kForwardPaths = 4;
+
+// Of the paths whose tasks are blocks of query rows against all keys (kWholeRows, kOnline).
+struct AllKeysPlan {
+  bool pack_once;    // keys and values packed by a round of its own, or by each task for itself
+  int64_t segments;  // runs of query blocks that a task takes
+};
+
+// Of the paths whose tasks are pieces of the keys against all query rows of a group (kSplit, kFewRows).
+struct KeyPiecesPlan {
+  int64_t count;
+  int64_t keys;      // of a piece
+  int64_t per_task;  // pieces that a task takes
+  bool merged;       // by a round of its own; else a piece is all there is
+};
+
+// What decides bits (path, block_keys, pieces.keys) follows from Lq, Lk, D, Dv, the dtype and the side
+// outputs alone.
+struct ForwardPlan {
+  ForwardPath path;
+  bool value_in_place;  // values already lie as a packed panel would
+  int64_t block_rows;   // query rows of a block
+  int64_t block_keys;   // keys of a block
+  AllKeysPlan all_keys;
+  KeyPiecesPlan pieces;
+  int64_t rounds;
+  int64_t round_tasks[3];
+  int64_t packed_bytes;  // of shared_bytes: keys and values packed for all tasks
+  int64_t shared_bytes, thread_bytes;
+};
+
+using ForwardWays = Ways<ForwardParams, ForwardPlan, ForwardPath, kForwardPaths>;
+
+}  // namespace attn_ext::cpu

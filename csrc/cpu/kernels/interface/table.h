@@ -1,0 +1,30 @@
+// The kernels of every instruction set in this build.
+#pragma once
+
+#include "backward.h"
+#include "forward.h"
+
+namespace attn_ext::cpu {
+
+enum { kFloat64Kernels, kFloat32Kernels, kBFloat16Kernels, kFloat16Kernels, kKernelDtypes };
+
+struct KernelTable {
+  ForwardWays forward[kKernelDtypes];
+  BackwardWays backward[kKernelDtypes];
+};
+
+// One for each instruction set that CMake compiles; the names are those of the table in CMake.
+namespace baseline {
+extern const KernelTable kKernels;
+}
+namespace avx2 {
+extern const KernelTable kKernels;
+}
+namespace avx512 {
+extern const KernelTable kKernels;
+}
+namespace avx512_bf16 {
+extern const KernelTable kKernels;
+}
+
+}  // namespace attn_ext::cpu

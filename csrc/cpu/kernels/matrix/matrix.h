@@ -1,0 +1,66 @@
+// The matrices of a call as they lie in memory.
+#pragma once
+
+#include "../interface/params.h"
+#include "../vector/simd.h"
+
+namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
+
+ATTN_EXT_INLINE int64_t batch_offset(const TensorView& view, int64_t batch) {
+  return view.batch_offsets != nullptr ? view.batch_offsets[batch] : batch * view.batch_stride;
+}
+
+template <typename T>
+ATTN_EXT_INLINE T* row_pointer(const TensorView& view, int64_t batch, int64_t head, int64_t row) {
+  return static_cast<T*>(view.data) + batch_offset(view, batch) + head * view.head_stride +
+         row * view.row_stride;
+}
+
+// Query heads that read one key head.
+ATTN_EXT_INLINE int64_t group_size(const AttentionShape& shape) {
+  return shape.query_heads / larger(1, shape.key_heads);
+}
+
+// A matrix of elements somewhere in memory.
+template <typename Element>
+struct Matrix {
+  const Element* data;
+  int64_t row_stride;
+  int64_t column_stride;
+  int64_t rows;
+  int64_t columns;
+};
+
+// Rows [first, first + count) of a matrix, as a matrix.
+template <typename Element>
+ATTN_EXT_INLINE Matrix<Element> rows_of(const TensorView& view, int64_t batch, int64_t head, int64_t first,
+                                        int64_t count, int64_t columns) {
+  return {row_pointer<const Element>(view, batch, head, first), view.row_stride, view.column_stride, count,
+          columns};
+}
+
+template <typename Element>
+ATTN_EXT_INLINE bool is_dense(const Matrix<Element>& m) {
+  return m.column_stride == 1 && m.row_stride == m.columns;
+}
+
+// Copies rows [row, row + rows) x columns [column, column + columns) into a dense block, zero past the
+// matrix: the way of whatever a full vector cannot be loaded from, kept out of line to keep the packing loops
+// small.
+template <typename Element>
+__attribute__((noinline)) void gather_block(const Matrix<Element>& m, int64_t row, int64_t rows,
+                                            int64_t column, int64_t columns, Element* out) {
+  const int64_t present = smaller(columns, m.columns - column);
+  for (int64_t r = 0; r < rows; ++r, out += columns) {
+    const Element* p = m.data + (row + r) * m.row_stride + column * m.column_stride;
+    memset(out, 0, static_cast<size_t>(columns) * sizeof(Element));
+    if (row + r >= m.rows) continue;
+    if (m.column_stride == 1) {
+      memcpy(out, p, static_cast<size_t>(present) * sizeof(Element));
+    } else {
+      for (int64_t c = 0; c < present; ++c) out[c] = p[c * m.column_stride];
+    }
+  }
+}
+
+}  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

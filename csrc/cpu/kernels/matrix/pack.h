@@ -1,0 +1,220 @@
+// Packing into the layouts that the register tile reads. An operand is an element, converted to the type that
+// is computed with, or (bfloat16 dot product) a pair of elements that are neighbours along the depth.
+//   left rows      (rows, depth)               row stride kept by the caller
+//   column panels  (panels, depth, width)      columns of the right operand = rows of the source, transposed
+//   row panels     (panels, depth, width)      columns of the right operand = columns of the source
+// Whatever lies past the source's end is zero, up to whole vectors; vectors wholly past it are not written.
+#pragma once
+
+#include <type_traits>
+
+#include "../vector/convert.h"
+#include "../vector/lanes.h"
+#include "matrix.h"
+#include "scheme.h"
+
+namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
+
+// Operands in panels of columns: those of one step along the depth lie row_stride apart from the next's.
+template <typename Operand>
+struct Operands {
+  const Operand* data;
+  int64_t row_stride;
+  int64_t panel_stride;
+};
+
+// A full vector of operands from consecutive elements of a row.
+template <typename Product, typename Element>
+ATTN_EXT_INLINE Vec<typename Product::Operand> load_operands(const Element* p) {
+  if constexpr (Product::kDepth == 1) {
+    return load_compute(p);
+  } else {
+    Vec<typename Product::Operand> pairs;  // a pair need not be aligned as one
+    memcpy(&pairs, p, sizeof(pairs));
+    return pairs;
+  }
+}
+
+// As load_operands, of the first `count` elements; zero in the others, and nothing past them is read.
+template <typename Product, typename Element>
+ATTN_EXT_INLINE Vec<typename Product::Operand> load_operands_partial(const Element* p, int64_t count) {
+  if constexpr (sizeof(Element) >= 4) {
+    return load_partial(p, count);
+  } else {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+    const auto lanes = static_cast<uint32_t>((uint64_t{1} << count) - 1);
+    if constexpr (Product::kDepth == 2) {
+      return (Vec<typename Product::Operand>)_mm512_maskz_loadu_epi16(lanes, p);
+    } else if constexpr (std::is_same_v<Element, Float16>) {
+      return (Vec<float>)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(static_cast<__mmask16>(lanes), p));
+    } else {
+      const __m256i bits = _mm256_maskz_loadu_epi16(static_cast<__mmask16>(lanes), p);
+      return (Vec<float>)(widen((HalfBits)bits) << 16);
+    }
+#else
+    return load_compute_partial(p, count);
+#endif
+  }
+}
+
+// rows [first, first + count) of the source, `stride` operands apart; each row is written to a whole vector.
+template <typename Product, typename Element>
+void pack_rows(const Matrix<Element>& m, int64_t first, int64_t count, typename Product::Operand* out,
+               int64_t stride) {
+  using Operand = typename Product::Operand;
+  constexpr int64_t kElements = kLanes<Operand> * Product::kDepth;
+  for (int64_t r = first; r < first + count; ++r, out += stride) {
+    Operand* to = out;
+    for (int64_t c = 0; c < m.columns; c += kElements, to += kLanes<Operand>) {
+      Element block[kElements];
+      const Element* from = m.data + r * m.row_stride + c;
+      if (m.column_stride != 1 || c + kElements > m.columns) {
+        gather_block(m, r, 1, c, kElements, block);
+        from = block;
+      }
+      store(to, load_operands<Product>(from));
+    }
+  }
+}
+
+// The same columns of the rows that come after these: short runs of a row are nothing that the processor
+// foresees by itself.
+template <typename Element>
+ATTN_EXT_INLINE void prefetch_rows(const Element* from, int64_t stride, int64_t count) {
+  for (int64_t i = count; i < 2 * count; ++i) __builtin_prefetch(from + i * stride);
+}
+
+// One panel: `width` source rows from `first` on become the columns of out (depth, width).
+template <typename Product, typename Element>
+void pack_column_panel(const Matrix<Element>& m, int64_t first, int64_t width,
+                       typename Product::Operand* out) {
+  using Operand = typename Product::Operand;
+  using Accum = typename Product::Accum;  // as wide as an operand, and a type that vectors are shuffled in
+  constexpr int64_t kSide = kLanes<Operand>;
+  constexpr int64_t kElements = kSide * Product::kDepth;
+  const int64_t depth = depth_of<Product>(m.columns);
+  for (int64_t c = 0; c < width; c += kSide) {
+    for (int64_t k = 0; k < depth; k += kSide) {
+      const int64_t column = k * Product::kDepth;
+      Element block[kSide * kElements];
+      const Element* from = m.data + (first + c) * m.row_stride + column;
+      int64_t stride = m.row_stride, rows = smaller(kSide, m.rows - first - c);
+      if (m.column_stride != 1 || column + kElements > m.columns) {
+        gather_block(m, first + c, kSide, column, kElements, block);
+        from = block;
+        stride = kElements;
+        rows = kSide;
+      }
+      Vec<Accum> square[kSide];
+      if (rows == kSide) {
+        prefetch_rows(from, stride, kSide);
+#pragma GCC unroll 16
+        for (int i = 0; i < kSide; ++i) square[i] = (Vec<Accum>)load_operands<Product>(from + i * stride);
+      } else {
+        for (int i = 0; i < kSide; ++i)
+          square[i] = i < rows ? (Vec<Accum>)load_operands<Product>(from + i * stride) : Vec<Accum>{};
+      }
+      transpose_square<Accum>(square);
+      const int64_t steps = smaller(kSide, depth - k);
+      if (steps == kSide) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kSide; ++i) store(out + (k + i) * width + c, (Vec<Operand>)square[i]);
+      } else {
+        for (int i = 0; i < steps; ++i) store(out + (k + i) * width + c, (Vec<Operand>)square[i]);
+      }
+    }
+  }
+}
+
+// One vector of operand row k of a row panel: elements of a source row, or of a pair of them interleaved.
+template <typename Product, typename Element>
+ATTN_EXT_INLINE Vec<typename Product::Operand> load_row_operands(const Element* p, int64_t row_stride) {
+  using Operand = typename Product::Operand;
+  if constexpr (Product::kDepth == 1) {
+    return load_compute(p);
+  } else {
+    const Vec<Operand> low = widen(load_half_bits(&p->bits));
+    const Vec<Operand> high = widen(load_half_bits(&p[row_stride].bits));
+    return low | (high << 16);
+  }
+}
+
+// The first `count` lanes of an operand row.
+template <typename Product, typename Element>
+ATTN_EXT_INLINE Vec<typename Product::Operand> load_row_operands_partial(const Element* p, int64_t row_stride,
+                                                                         int64_t count) {
+  if constexpr (Product::kDepth == 1) {
+    return load_operands_partial<Product>(p, count);
+  } else {
+    using Plain = PlainProduct<float>;  // bfloat16 are the upper halves of its floats
+    const Vec<uint32_t> low = (Vec<uint32_t>)load_operands_partial<Plain>(p, count);
+    const Vec<uint32_t> high = (Vec<uint32_t>)load_operands_partial<Plain>(p + row_stride, count);
+    return (low >> 16) | high;
+  }
+}
+
+// Operand rows [begin, end) of every panel of `width` columns; panels lie panel_stride operands apart.
+template <typename Product, typename Element>
+void pack_row_panels(const Matrix<Element>& m, int64_t begin, int64_t end, int64_t width,
+                     typename Product::Operand* out, int64_t panel_stride) {
+  constexpr int64_t kWidth = kLanes<typename Product::Operand>;
+  for (int64_t k = begin; k < end; ++k) {
+    const int64_t row = k * Product::kDepth;
+    const Element* from = m.data + row * m.row_stride;
+    const bool in_rows = m.column_stride == 1 && row + Product::kDepth <= m.rows;
+    typename Product::Operand* to = out + k * width;
+    int64_t column = 0;
+    for (int64_t panel_end = width; column < m.columns; panel_end += width, to += panel_stride) {
+      for (int64_t c = 0; column < smaller(panel_end, m.columns); column += kWidth, c += kWidth) {
+        if (in_rows && column + kWidth <= m.columns) {
+          store(to + c, load_row_operands<Product>(from + column, m.row_stride));
+        } else {
+          Element block[Product::kDepth * kWidth];
+          gather_block(m, row, Product::kDepth, column, kWidth, block);
+          store(to + c, load_row_operands<Product>(block, kWidth));
+        }
+      }
+    }
+  }
+}
+
+// Whether the rows of m are rows of operands as they lie.
+template <typename Product, typename Element>
+ATTN_EXT_INLINE bool are_operands(const Matrix<Element>& m) {
+  using Operand = typename Product::Operand;
+  return sizeof(Element) * Product::kDepth == sizeof(Operand) && m.column_stride == 1 &&
+         m.columns % Product::kDepth == 0 && m.row_stride % Product::kDepth == 0 &&
+         reinterpret_cast<uintptr_t>(m.data) % sizeof(Operand) == 0;
+}
+
+// The rows of m as left operand: where they lie if they are operands and `in_place`, else packed into
+// `buffer`.
+template <typename S>
+Operands<typename S::Operand> left_operands(const Matrix<typename S::Element>& m, typename S::Operand* buffer,
+                                            bool in_place = true) {
+  using Product = typename S::Product;
+  if (in_place && are_operands<Product>(m)) {
+    return {reinterpret_cast<const typename S::Operand*>(m.data), m.row_stride / S::kDepth, 0};
+  }
+  const int64_t stride = row_stride_of<S>(m.columns);
+  pack_rows<Product>(m, 0, m.rows, buffer, stride);
+  return {buffer, stride, 0};
+}
+
+// m as right operand, its rows along the depth: where it lies if it is operands in whole vectors and
+// `in_place`, else packed into `buffer`, which has room for the row panels of `most_rows` rows.
+template <typename S>
+Operands<typename S::Operand> right_operands(const Matrix<typename S::Element>& m,
+                                             typename S::Operand* buffer, int64_t most_rows,
+                                             bool in_place = true) {
+  using Product = typename S::Product;
+  const int64_t width = panel_width_of<S>(m.columns);
+  if constexpr (std::is_same_v<typename S::Element, typename S::Operand>) {
+    if (in_place && m.column_stride == 1 && m.columns % S::kLane == 0) return {m.data, m.row_stride, width};
+  }
+  const int64_t panel_stride = depth_of<Product>(most_rows) * width;
+  pack_row_panels<Product>(m, 0, depth_of<Product>(m.rows), width, buffer, panel_stride);
+  return {buffer, width, panel_stride};
+}
+
+}  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

@@ -1,0 +1,48 @@
+// How one dtype is computed with, and the sizes that follow from it.
+#pragma once
+
+#include "product.h"
+
+namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
+
+template <typename ElementType, typename ProductType, int Degree>
+struct Scheme {
+  using Element = ElementType;
+  using Product = ProductType;
+  using Operand = typename Product::Operand;
+  using Accum = typename Product::Accum;
+  static constexpr int64_t kLane = kLanes<Accum>;
+  static constexpr int64_t kPanel = kTileVectors * kLane;  // columns of a whole panel
+  static constexpr int64_t kDepth = Product::kDepth;
+  static constexpr bool kPaired =
+      kDepth == 2;                           // operands are pairs: P and dS are rounded and paired on the way
+  static constexpr int kExpDegree = Degree;  // of the polynomial: enough for the precision of the element
+};
+
+// A dim in whole vectors, and the width of the panels of nearly equal width that it is cut into.
+template <typename S>
+ATTN_EXT_INLINE int64_t padded_dim(int64_t dim) {
+  return round_up(dim, S::kLane);
+}
+
+template <typename S>
+ATTN_EXT_INLINE int64_t panel_width_of(int64_t dim) {
+  const int64_t vectors = padded_dim<S>(dim) / S::kLane;
+  const int64_t panels = larger(1, ceil_div(vectors, kTileVectors));
+  return larger(1, ceil_div(vectors, panels)) * S::kLane;
+}
+
+// Operands from one packed row to the next.
+template <typename S>
+ATTN_EXT_INLINE int64_t row_stride_of(int64_t dim) {
+  return round_up(depth_of<typename S::Product>(dim), S::kLane);
+}
+
+// Operands of all row panels of `rows` rows.
+template <typename S>
+ATTN_EXT_INLINE int64_t row_panels_size(int64_t rows, int64_t dim) {
+  const int64_t width = panel_width_of<S>(dim);
+  return ceil_div(dim, width) * depth_of<typename S::Product>(rows) * width;
+}
+
+}  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

@@ -1,0 +1,236 @@
+// From products q.k to scores in units of log2, a pass over a span of a row that is in cache:
+//   S = (softcap * tanh(scale * s / softcap) or scale * s) + bias,  times log2 e,  -inf where masked out.
+// In that unit the softmax needs exp2 only, and scale * log2 e costs nothing more than scale did. Where
+// neither softcap nor bias is there, the scale is left to the softmax pass, which multiplies anyway.
+#pragma once
+
+#include "../matrix/product.h"
+#include "../vector/convert.h"
+#include "../vector/math.h"
+#include "visible_keys.h"
+
+namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
+
+template <typename T>
+struct ScoreUnits {
+  bool capped;       // by a softcap
+  bool scale_first;  // this pass scales; the softmax pass then multiplies by 1
+  T scale;           // of this pass, log2 e included unless there is a softcap
+  T softcap;         // times log2 e; 0: none
+  T softmax_scale;   // of the softmax pass
+};
+
+ATTN_EXT_INLINE bool is_biased(const ScoreRule& rule) {
+  return rule.mask_kind != ScalarKind::kNone && rule.mask_kind != ScalarKind::kBool;
+}
+
+template <typename T>
+ATTN_EXT_INLINE ScoreUnits<T> score_units(const ScoreRule& rule) {
+  const double log2_scale = rule.scale * kLog2E;
+  const bool capped = rule.softcap > 0;
+  ScoreUnits<T> units;
+  units.capped = capped;
+  // The softmax pass looks for the largest product, so its scale must be positive, and not so small that
+  // -inf times it could be anything but -inf.
+  units.scale_first = capped || is_biased(rule) || !(log2_scale > 1e-30);
+  units.scale = static_cast<T>(capped ? rule.scale / rule.softcap : log2_scale);
+  units.softcap = static_cast<T>(capped ? rule.softcap * kLog2E : 0);
+  units.softmax_scale = units.scale_first ? static_cast<T>(1) : static_cast<T>(log2_scale);
+  return units;
+}
+
+template <typename T>
+ATTN_EXT_INLINE void fill_span(T* scores, int64_t begin, int64_t end, T value) {
+  for (int64_t j = begin; j < end; ++j) scores[j] = value;
+}
+
+// -inf for the scores of `computed` that lie outside of `seen`.
+template <typename T>
+ATTN_EXT_INLINE void hide_outside(T* scores, Range computed, Range seen) {
+  if (is_empty(seen)) seen = {computed.end, computed.end};
+  fill_span(scores, computed.begin, seen.begin, -kInfinity<T>);
+  fill_span(scores, seen.end, computed.end, -kInfinity<T>);
+}
+
+template <typename T>
+inline void scale_span(T* scores, int64_t begin, int64_t end, const ScoreUnits<T>& units) {
+  const Vec<T> scale = broadcast(units.scale);
+  if (units.softcap == 0) {
+    for (int64_t j = begin; j < end; j += kLanes<T>) store(scores + j, load(scores + j) * scale);
+    return;
+  }
+  const Vec<T> cap = broadcast(units.softcap);
+  for (int64_t j = begin; j < end; j += kLanes<T>) store(scores + j, cap * tanh<T>(load(scores + j) * scale));
+}
+
+// As scale_span with a softcap; slope = 1 - tanh^2, the cap's derivative.
+template <typename T>
+inline void cap_span(T* scores, T* slope, int64_t begin, int64_t end, const ScoreUnits<T>& units) {
+  for (int64_t i = begin; i < end; i += kLanes<T>) {
+    const Vec<T> t = tanh<T>(load(scores + i) * units.scale);
+    store(scores + i, t * units.softcap);
+    store(slope + i, static_cast<T>(1) - t * t);
+  }
+}
+
+// v where the lane's byte is not 0, -inf elsewhere; bytes from `count` on do not exist and count as 0.
+template <typename T>
+ATTN_EXT_INLINE Vec<T> keep_flagged(Vec<T> v, const uint8_t* flags, int64_t count = kLanes<T>) {
+  const Vec<T> hidden = broadcast(-kInfinity<T>);
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  const __m128i lanes = _mm_maskz_loadu_epi8(static_cast<__mmask16>((1u << count) - 1), flags);
+  const __mmask16 set = _mm_test_epi8_mask(lanes, lanes);
+  if constexpr (sizeof(T) == 4) {
+    return (Vec<T>)_mm512_mask_mov_ps((__m512)hidden, set, (__m512)v);
+  } else {
+    return (Vec<T>)_mm512_mask_mov_pd((__m512d)hidden, static_cast<__mmask8>(set), (__m512d)v);
+  }
+#else
+  uint64_t bytes[2] = {0, 0};
+  if (count == kLanes<T>) {
+    memcpy(bytes, flags, kLanes<T>);
+  } else {
+    for (int64_t i = 0; i < count; ++i) bytes[i / 8] |= static_cast<uint64_t>(flags[i]) << (8 * (i % 8));
+  }
+#if defined(__AVX2__)
+  const __m128i lanes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
+  if constexpr (sizeof(T) == 4) {
+    return (Vec<Bits<T> >)_mm256_cvtepu8_epi32(lanes) != 0 ? v : hidden;
+  } else {
+    return (Vec<Bits<T> >)_mm256_cvtepu8_epi64(lanes) != 0 ? v : hidden;
+  }
+#else
+  Vec<Bits<T> > lanes;
+  for (int i = 0; i < kLanes<T>; ++i)
+    lanes[i] = static_cast<Bits<T> >((bytes[i / 8] >> (8 * (i % 8))) & 0xff);
+  return lanes != 0 ? v : hidden;
+#endif
+#endif
+}
+
+template <typename T, typename M>
+ATTN_EXT_INLINE Vec<T> load_bias(const M* mask) {
+  if constexpr (std::is_same_v<Compute<M>, T>) {
+    return load_compute(mask);
+  } else {  // float bias, double scores
+    typedef M Lanes __attribute__((vector_size(kLanes<T> * sizeof(M))));
+    Lanes lanes;
+    memcpy(&lanes, mask, sizeof(lanes));
+    return __builtin_convertvector(lanes, Vec<T>);
+  }
+}
+
+// A bias in units of log2. One near the lowest finite value is a way of masking, but a row of nothing else is
+// not dead: it stays finite.
+template <typename T>
+ATTN_EXT_INLINE Vec<T> log2_bias(Vec<T> bias) {
+  return maximum(broadcast(-FloatFormat<T>::kLargest), bias * static_cast<T>(kLog2E));
+}
+
+template <typename T>
+ATTN_EXT_INLINE Vec<T> add_bias(Vec<T> s, Vec<T> bias, Vec<T> scale) {
+  return bias == broadcast(-kInfinity<T>) ? bias : multiply_add(s, scale, log2_bias<T>(bias));
+}
+
+// What a mask adds to a score: a bias in units of log2, or 0 and -inf for true and false.
+template <typename T, typename M>
+ATTN_EXT_INLINE Vec<T> mask_lanes(const M* mask) {
+  if constexpr (std::is_same_v<M, uint8_t>) {
+    return keep_flagged<T>(Vec<T>{}, mask);
+  } else {
+    const Vec<T> bias = load_bias<T>(mask);
+    return bias == broadcast(-kInfinity<T>) ? bias : log2_bias<T>(bias);
+  }
+}
+
+template <typename T, typename M>
+ATTN_EXT_INLINE Vec<T> apply_mask(Vec<T> s, const M* mask, Vec<T> scale) {
+  if constexpr (std::is_same_v<M, uint8_t>) {
+    return keep_flagged<T>(s, mask);
+  } else {
+    return add_bias<T>(s, load_bias<T>(mask), scale);
+  }
+}
+
+// The same where only `count` elements of the mask are there.
+template <typename T, typename M>
+ATTN_EXT_INLINE Vec<T> apply_mask_partial(Vec<T> s, const M* mask, int64_t count, Vec<T> scale) {
+  if constexpr (std::is_same_v<M, uint8_t>) {
+    return keep_flagged<T>(s, mask, count);
+  } else if constexpr (std::is_same_v<Compute<M>, T>) {
+    return add_bias<T>(s, load_compute_partial(mask, count), scale);
+  } else {
+    M present[kLanes<T>] = {};
+    copy_partial(present, mask, count);
+    return apply_mask<T>(s, present, scale);
+  }
+}
+
+// S = scale s + mask; mask[j * stride] belongs to scores[j]. Elements from `present` on do not exist: what is
+// masked there does not matter, since no row sees it. A bool mask leaves the scale to others.
+template <typename T, typename M>
+void mask_span(T* scores, int64_t begin, int64_t end, const M* mask, int64_t stride, int64_t present,
+               T scale) {
+  const Vec<T> factor = broadcast(scale);
+  int64_t j = begin;
+  if (stride == 1) {
+    for (; j < end && j + kLanes<T> <= present; j += kLanes<T>) {
+      store(scores + j, apply_mask<T>(load(scores + j), mask + j, factor));
+    }
+  }
+  for (; j < end; j += kLanes<T>) {
+    const int64_t count = larger(0, smaller(kLanes<T>, present - j));
+    if (stride == 1) {
+      store(scores + j, apply_mask_partial<T>(load(scores + j), mask + j, count, factor));
+      continue;
+    }
+    M gathered[kLanes<T>] = {};
+    for (int64_t i = 0; i < count; ++i) gathered[i] = mask[(j + i) * stride];
+    store(scores + j, apply_mask<T>(load(scores + j), gathered, factor));
+  }
+}
+
+// A whole tile of scores that meets its mask in registers, where that costs no pass of its own:
+// out = scale left . right + mask, row r of the mask at rows[r]. Memory is asked for the columns from `ahead`
+// on.
+template <typename Product, typename M>
+void masked_tile(const TileArgs<Product>& args, const M* const (&rows)[kTileRows],
+                 typename Product::Accum scale, int64_t ahead) {
+  using T = typename Product::Accum;
+  constexpr int kWidth = kLanes<T>;
+  constexpr int kLineElements = 64 / sizeof(M);
+  constexpr int kColumns = kTileVectors * kWidth;
+#pragma GCC unroll 8
+  for (int r = 0; r < kTileRows; ++r) {
+    for (int64_t j = ahead; j < 2 * kColumns; j += kLineElements) __builtin_prefetch(rows[r] + j);
+  }
+  Vec<T> sums[kTileRows][kTileVectors] = {};
+  multiply_tile(args, sums);
+  const Vec<T> factor = broadcast(scale);
+#pragma GCC unroll 8
+  for (int r = 0; r < kTileRows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kTileVectors; ++v) {
+      store(args.out + r * args.out_stride + v * kWidth,
+            apply_mask<T>(sums[r][v], rows[r] + v * kWidth, factor));
+    }
+  }
+}
+
+// All that makes scores of products for the backward pass: scale or softcap (with its slope), the mask by
+// add_mask(factor of the products), and -inf outside of `seen`. A mask that `scales` multiplies by that
+// factor.
+template <typename T, typename AddMask>
+ATTN_EXT_INLINE void finish_scores(T* scores, T* cap_slope, Range computed, Range seen,
+                                   const ScoreUnits<T>& units, bool mask_scales, AddMask add_mask) {
+  const bool scale_here = units.scale_first && !units.capped;
+  if (units.capped) {
+    cap_span(scores, cap_slope, computed.begin, computed.end, units);
+  } else if (scale_here && !mask_scales) {
+    scale_span(scores, computed.begin, computed.end, units);
+  }
+  add_mask(scale_here ? units.scale : static_cast<T>(1));
+  hide_outside(scores, computed, seen);
+}
+
+}  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

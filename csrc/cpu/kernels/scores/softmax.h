@@ -1,0 +1,79 @@
+// The softmax of a row's span, in place: row max, then weights P = exp2(scale * s - max) and their sum.
+#pragma once
+
+#include "../vector/math.h"
+
+namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
+
+template <typename T>
+ATTN_EXT_INLINE Vec<T> max_span(const T* scores, int64_t begin, int64_t end, Vec<T> top) {
+  for (int64_t j = begin; j < end; j += kLanes<T>) top = maximum(top, load(scores + j));
+  return top;
+}
+
+// Lane i always sums the columns i, i + lanes, ...: the sum does not depend on where a span begins.
+template <typename T, int Degree>
+ATTN_EXT_INLINE Vec<T> exp_span(T* scores, int64_t begin, int64_t end, T scale, T row_max, Vec<T> sum) {
+  const Vec<T> factor = broadcast(scale);
+  const Vec<T> shift = broadcast(-row_max);
+  for (int64_t j = begin; j < end; j += kLanes<T>) {
+    const Vec<T> p = exp2<T, Degree>(multiply_add(load(scores + j), factor, shift));
+    store(scores + j, p);
+    sum += p;
+  }
+  return sum;
+}
+
+// As exp_span, for weights that go on in pairs of bfloat16; there only where bfloat16 has its own product.
+template <int Degree>
+Vec<float> exp_span_paired(float* scores, int64_t begin, int64_t end, float scale, float row_max,
+                           Vec<float> sum);
+
+#if defined(__AVX512BF16__)
+// Rounding in place: weight j moves to the j-th bfloat16 of the row, which only ever overwrites what has
+// been read.
+ATTN_EXT_INLINE void store_paired(float* row, int64_t j, Vec<float> p) {
+  const __m256bh half = _mm512_cvtneps_pbh((__m512)p);
+  memcpy(reinterpret_cast<uint16_t*>(row) + j, &half, sizeof(half));
+}
+
+ATTN_EXT_INLINE void store_paired(float* row, int64_t j, Vec<float> p0, Vec<float> p1) {
+  const __m512bh both = _mm512_cvtne2ps_pbh((__m512)p1, (__m512)p0);
+  memcpy(reinterpret_cast<uint16_t*>(row) + j, &both, sizeof(both));
+}
+
+template <int Degree>
+inline Vec<float> exp_span_paired(float* scores, int64_t begin, int64_t end, float scale, float row_max,
+                                  Vec<float> sum) {
+  constexpr int64_t kWidth = kLanes<float>;
+  const Vec<float> factor = broadcast(scale);
+  const Vec<float> shift = broadcast(-row_max);
+  int64_t j = begin;
+  for (; j + 2 * kWidth <= end; j += 2 * kWidth) {
+    const Vec<float> p0 = exp2<float, Degree>(multiply_add(load(scores + j), factor, shift));
+    const Vec<float> p1 = exp2<float, Degree>(multiply_add(load(scores + j + kWidth), factor, shift));
+    store_paired(scores, j, p0, p1);
+    sum = (sum + p0) + p1;
+  }
+  if (j < end) {
+    const Vec<float> p = exp2<float, Degree>(multiply_add(load(scores + j), factor, shift));
+    store_paired(scores, j, p);
+    sum += p;
+  }
+  return sum;
+}
+
+ATTN_EXT_INLINE void pair_span(float* scores, int64_t begin, int64_t end) {
+  for (int64_t j = begin; j < end; j += kLanes<float>) store_paired(scores, j, load(scores + j));
+}
+#endif
+
+// P = 2^(scale s - lse); exactly 0 where a key is masked or a query is dead, whatever else is NaN there.
+template <typename T, int Degree, bool Select>
+ATTN_EXT_INLINE Vec<T> weights_of(Vec<T> s, Vec<T> scale, Vec<T> lse) {
+  const Vec<T> p = exp2<T, Degree>(multiply_add(s, scale, -lse));
+  if constexpr (!Select) return p;
+  return ((s == -kInfinity<T>) | (lse == kInfinity<T>)) ? Vec<T>{} : p;
+}
+
+}  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

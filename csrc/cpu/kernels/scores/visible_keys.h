@@ -1,0 +1,117 @@
+// Which keys a query row sees: the range that causality, window and offset leave, and the mask inside it.
+#pragma once
+
+#include <type_traits>
+
+#include "../interface/params.h"
+#include "../matrix/matrix.h"
+#include "../vector/convert.h"
+
+namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
+
+struct Range {
+  int64_t begin, end;
+};
+
+ATTN_EXT_INLINE bool is_empty(Range range) {
+  return range.begin >= range.end;
+}
+
+ATTN_EXT_INLINE Range intersect(Range a, Range b) {
+  return {larger(a.begin, b.begin), smaller(a.end, b.end)};
+}
+
+ATTN_EXT_INLINE Range window_keys(const ScoreRule& rule, int64_t key_len, int64_t row) {
+  const int64_t centre = row + rule.query_offset;
+  Range range{0, key_len};
+  if (rule.window_left >= 0) range.begin = larger(0, centre - rule.window_left);
+  if (rule.window_right >= 0) range.end = smaller(key_len, centre + rule.window_right + 1);
+  return range;
+}
+
+// The queries that the window lets see a key.
+ATTN_EXT_INLINE Range window_queries(const ScoreRule& rule, int64_t query_len, int64_t key) {
+  const int64_t centre = key - rule.query_offset;
+  Range range{0, query_len};
+  if (rule.window_right >= 0) range.begin = larger(0, centre - rule.window_right);
+  if (rule.window_left >= 0) range.end = smaller(query_len, centre + rule.window_left + 1);
+  return range;
+}
+
+// A bool mask lets a key through by being true, a floating one by not being -inf.
+ATTN_EXT_INLINE bool lets_through(uint8_t m) {
+  return m != 0;
+}
+ATTN_EXT_INLINE bool lets_through(float m) {
+  return m != -kInfinity<float>;
+}
+ATTN_EXT_INLINE bool lets_through(double m) {
+  return m != -kInfinity<double>;
+}
+ATTN_EXT_INLINE bool lets_through(BFloat16 m) {
+  return m.bits != 0xff80;
+}
+ATTN_EXT_INLINE bool lets_through(Float16 m) {
+  return m.bits != 0xfc00;
+}
+
+template <typename M>
+struct TypeTag {
+  using Type = M;
+};
+
+// Calls body with the tag of the mask's (or the sinks') element type.
+template <typename Element, typename Body>
+ATTN_EXT_INLINE void with_mask_type(ScalarKind kind, Body body) {
+  if (kind == ScalarKind::kBool) {
+    body(TypeTag<uint8_t>{});
+  } else if (kind == ScalarKind::kFloat32) {
+    body(TypeTag<float>{});
+  } else {
+    body(TypeTag<Element>{});
+  }
+}
+
+template <typename M>
+inline bool any_let_through(const M* mask, int64_t stride, int64_t count) {
+  for (int64_t j = 0; j < count; ++j) {
+    if (lets_through(mask[j * stride])) return true;
+  }
+  return false;
+}
+
+template <>
+inline bool any_let_through(const uint8_t* mask, int64_t stride, int64_t count) {
+  int64_t j = 0;
+  if (stride == 1) {
+    for (; j + 8 <= count; j += 8) {
+      uint64_t eight;
+      memcpy(&eight, mask + j, sizeof(eight));
+      if (eight != 0) return true;
+    }
+  }
+  for (; j < count; ++j) {
+    if (mask[j * stride] != 0) return true;
+  }
+  return false;
+}
+
+// The range from the first key that a bool mask row lets through to the last; `gapless` tells whether it lets
+// all of that range through, as padding masks do: then the range says all and the mask need not be looked at
+// again.
+inline Range mask_row_range(const uint8_t* mask, int64_t stride, int64_t key_len, bool& gapless) {
+  Range range{0, key_len};
+  while (range.begin < range.end && mask[range.begin * stride] == 0) ++range.begin;
+  while (range.begin < range.end && mask[(range.end - 1) * stride] == 0) --range.end;
+  gapless = true;
+  for (int64_t j = range.begin; j < range.end && gapless; ++j) gapless = mask[j * stride] != 0;
+  return range;
+}
+
+// Whether a bool mask that says the same of every key hides all of row i.
+ATTN_EXT_INLINE bool row_is_masked(const ScoreRule& rule, int64_t batch, int64_t head, int64_t row) {
+  return rule.mask_kind == ScalarKind::kBool && rule.mask.column_stride == 0 &&
+         *row_pointer<const uint8_t>(rule.mask, batch, head, row) == 0;
+}
+
+}  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

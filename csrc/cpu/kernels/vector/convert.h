@@ -1,0 +1,229 @@
+// Elements in memory to vectors of the type that is computed with, and back.
+#pragma once
+
+#include <type_traits>
+
+#include "simd.h"
+
+namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
+
+template <typename Element>
+struct ComputeOf {
+  using Type = float;
+};
+template <>
+struct ComputeOf<double> {
+  using Type = double;
+};
+template <typename Element>
+using Compute = typename ComputeOf<Element>::Type;
+
+typedef uint16_t HalfBits __attribute__((vector_size(kVectorBytes / 2)));
+typedef uint16_t HalfBitsUnaligned __attribute__((vector_size(kVectorBytes / 2), aligned(2), may_alias));
+
+ATTN_EXT_INLINE HalfBits load_half_bits(const uint16_t* p) {
+  return *reinterpret_cast<const HalfBitsUnaligned*>(p);
+}
+
+// GCC goes through memory for these conversions of whole registers, hence the instructions by name.
+ATTN_EXT_INLINE Vec<uint32_t> widen(HalfBits bits) {
+#if defined(__AVX512F__)
+  return (Vec<uint32_t>)_mm512_cvtepu16_epi32((__m256i)bits);
+#elif defined(__AVX2__)
+  return (Vec<uint32_t>)_mm256_cvtepu16_epi32((__m128i)bits);
+#elif defined(__SSE2__)
+  int64_t four;
+  memcpy(&four, &bits, sizeof(four));
+  return (Vec<uint32_t>)_mm_unpacklo_epi16(_mm_cvtsi64_si128(four), _mm_setzero_si128());
+#else
+  return __builtin_convertvector(bits, Vec<uint32_t>);
+#endif
+}
+
+ATTN_EXT_INLINE HalfBits low_halves(Vec<uint32_t> v) {
+#if defined(__AVX512F__)
+  return (HalfBits)_mm512_cvtepi32_epi16((__m512i)v);
+#elif defined(__AVX2__)
+  const __m256i packed = _mm256_packus_epi32((__m256i)v, (__m256i)v);
+  return (HalfBits)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+#else
+  return __builtin_convertvector(v, HalfBits);
+#endif
+}
+
+ATTN_EXT_INLINE float to_compute(float x) {
+  return x;
+}
+ATTN_EXT_INLINE double to_compute(double x) {
+  return x;
+}
+
+ATTN_EXT_INLINE float to_compute(BFloat16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float y;
+  memcpy(&y, &bits, sizeof(y));
+  return y;
+}
+
+ATTN_EXT_INLINE float to_compute(Float16 x) {
+#if defined(__F16C__)
+  return _cvtsh_ss(x.bits);
+#elif defined(__aarch64__)
+  __fp16 h;
+  memcpy(&h, &x.bits, sizeof(h));
+  return h;
+#else
+  // Moves exponent and mantissa to their float places; the product repairs the exponent bias, subnormals
+  // included.
+  const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7fff) << 13;
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16;
+  float y;
+  memcpy(&y, &magnitude, sizeof(y));
+  y *= 0x1p112f;
+  uint32_t bits;
+  memcpy(&bits, &y, sizeof(bits));
+  if ((x.bits & 0x7c00) == 0x7c00) bits |= 0x7f800000u;
+  bits |= sign;
+  memcpy(&y, &bits, sizeof(y));
+  return y;
+#endif
+}
+
+ATTN_EXT_INLINE Vec<float> load_compute(const float* p) {
+  return load(p);
+}
+ATTN_EXT_INLINE Vec<double> load_compute(const double* p) {
+  return load(p);
+}
+
+ATTN_EXT_INLINE Vec<float> load_compute(const BFloat16* p) {
+  const HalfBits bits = load_half_bits(&p->bits);
+  return (Vec<float>)(widen(bits) << 16);
+}
+
+ATTN_EXT_INLINE Vec<float> load_compute(const Float16* p) {
+#if defined(__AVX512F__)
+  return (Vec<float>)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__F16C__)
+  return (Vec<float>)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  Vec<float> v;
+  for (int i = 0; i < kLanes<float>; ++i) v[i] = to_compute(p[i]);
+  return v;
+#endif
+}
+
+// Copies `count` elements, fewer than a vector of what is computed with, to where a whole vector has room.
+template <typename Element>
+ATTN_EXT_INLINE void copy_partial(Element* to, const Element* from, int64_t count) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  if constexpr (sizeof(Element) >= 4) {
+    store_partial(to, load_partial(from, count), count);
+    return;
+  }
+  if constexpr (sizeof(Element) == 1) {
+    _mm_mask_storeu_epi8(to, static_cast<__mmask16>((1u << count) - 1),
+                         _mm_maskz_loadu_epi8(static_cast<__mmask16>((1u << count) - 1), from));
+    return;
+  }
+  if constexpr (sizeof(Element) == 2) {
+    _mm256_mask_storeu_epi16(to, static_cast<__mmask16>((1u << count) - 1),
+                             _mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << count) - 1), from));
+    return;
+  }
+#endif
+  for (int64_t i = 0; i < count; ++i) to[i] = from[i];
+}
+
+// The first `count` elements, zero in the other lanes.
+template <typename Element>
+ATTN_EXT_INLINE Vec<Compute<Element>> load_compute_partial(const Element* p, int64_t count) {
+  if constexpr (sizeof(Element) >= 4) {
+    return load_partial(p, count);
+  } else {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+    // In a register: a load of what was just stored in part would wait for the store.
+    const __m256i bits = _mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << count) - 1), p);
+    if constexpr (std::is_same_v<Element, BFloat16>) {
+      return (Vec<float>)(widen((HalfBits)bits) << 16);
+    } else {
+      return (Vec<float>)_mm512_cvtph_ps(bits);
+    }
+#endif
+    Element padded[kLanes<float>] = {};
+    copy_partial(padded, p, count);
+    return load_compute(padded);
+  }
+}
+
+// float to bfloat16, to nearest even, a NaN stays one: the upper halves of the lanes.
+ATTN_EXT_INLINE Vec<uint32_t> bfloat16_bits(Vec<float> v) {
+  const Vec<uint32_t> bits = (Vec<uint32_t>)v;
+  const Vec<uint32_t> rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return (v != v) ? Vec<uint32_t>{} + 0x7fc0u : rounded;
+}
+
+ATTN_EXT_INLINE void store_element(float* p, Vec<float> v) {
+  store(p, v);
+}
+ATTN_EXT_INLINE void store_element(double* p, Vec<double> v) {
+  store(p, v);
+}
+
+ATTN_EXT_INLINE void store_element(BFloat16* p, Vec<float> v) {
+#if defined(__AVX512BF16__)
+  const __m256bh half = _mm512_cvtneps_pbh((__m512)v);  // subnormals become 0, as in the products of this set
+  memcpy(p, &half, sizeof(half));
+#else
+  const HalfBits bits = low_halves(bfloat16_bits(v));
+  *reinterpret_cast<HalfBitsUnaligned*>(p) = bits;
+#endif
+}
+
+#if !defined(__F16C__) && !defined(__aarch64__)
+ATTN_EXT_INLINE uint16_t float16_bits(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof(bits));
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  bits &= 0x7fffffffu;
+  if (bits > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
+  if (bits >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);  // rounds past the largest float16
+  if (bits < 0x38800000u) {  // subnormal: adding 0.5 leaves the rounded mantissa in the low bits
+    float y;
+    memcpy(&y, &bits, sizeof(y));
+    y += 0.5f;
+    memcpy(&bits, &y, sizeof(bits));
+    return static_cast<uint16_t>(sign | (bits - 0x3f000000u));
+  }
+  bits += 0xc8000fffu + ((bits >> 13) & 1u);  // rebias the exponent by -112 and round to nearest even
+  return static_cast<uint16_t>(sign | (bits >> 13));
+}
+#endif
+
+ATTN_EXT_INLINE void store_element(Float16* p, Vec<float> v) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__aarch64__)
+  for (int i = 0; i < kLanes<float>; ++i) {
+    const __fp16 h = static_cast<__fp16>(v[i]);
+    memcpy(&p[i].bits, &h, sizeof(h));
+  }
+#else
+  for (int i = 0; i < kLanes<float>; ++i) p[i].bits = float16_bits(v[i]);
+#endif
+}
+
+template <typename Element>
+ATTN_EXT_INLINE void store_element_partial(Element* p, Vec<Compute<Element>> v, int64_t count) {
+  if constexpr (sizeof(Element) >= 4) {
+    store_partial(p, v, count);
+  } else {
+    Element padded[kLanes<float>];
+    store_element(padded, v);
+    copy_partial(p, padded, count);
+  }
+}
+
+}  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

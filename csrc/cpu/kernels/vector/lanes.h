@@ -1,0 +1,123 @@
+// What mixes the lanes of vectors: sums and maxima over them, transposes of squares.
+#pragma once
+
+#include <utility>
+
+#include "simd.h"
+
+namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
+
+// Lanes of two vectors, chosen by index: 0..n-1 from a, n..2n-1 from b.
+template <typename T>
+ATTN_EXT_INLINE Vec<T> shuffle(Vec<T> a, Vec<T> b, Vec<Bits<T>> index) {
+#if defined(__clang__)
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) {
+    return (Vec<T>)_mm512_permutex2var_epi32((__m512i)a, (__m512i)index, (__m512i)b);
+  } else {
+    return (Vec<T>)_mm512_permutex2var_epi64((__m512i)a, (__m512i)index, (__m512i)b);
+  }
+#else
+  Vec<T> v;
+  for (int i = 0; i < kLanes<T>; ++i) v[i] = index[i] < kLanes<T> ? a[index[i]] : b[index[i] - kLanes<T>];
+  return v;
+#endif
+#else
+  return __builtin_shuffle(a, b, index);
+#endif
+}
+
+// Sum and maximum over the lanes, by halving: the order does not depend on where the vector came from.
+template <typename T>
+ATTN_EXT_INLINE T lane_sum(Vec<T> v) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) {
+    return _mm512_reduce_add_ps((__m512)v);
+  } else {
+    return _mm512_reduce_add_pd((__m512d)v);
+  }
+#else
+  T sums[kLanes<T>];
+  store(sums, v);
+  for (int n = kLanes<T> / 2; n > 0; n /= 2) {
+    for (int i = 0; i < n; ++i) sums[i] += sums[i + n];
+  }
+  return sums[0];
+#endif
+}
+
+template <typename T>
+ATTN_EXT_INLINE T lane_max(Vec<T> v) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) {
+    return _mm512_reduce_max_ps((__m512)v);
+  } else {
+    return _mm512_reduce_max_pd((__m512d)v);
+  }
+#else
+  T top[kLanes<T>];
+  store(top, v);
+  for (int n = kLanes<T> / 2; n > 0; n /= 2) {
+    for (int i = 0; i < n; ++i) top[i] = top[i] > top[i + n] ? top[i] : top[i + n];
+  }
+  return top[0];
+#endif
+}
+
+// Sums the lanes of as many vectors as a vector has lanes: lane i of the result is the sum of sums[i]. Every
+// step adds lanes that lie Step apart, of one vector in the lanes without that bit and of another in those
+// with it, so that a sum does not depend on which vectors stand beside it.
+template <typename T, int Step = 1>
+ATTN_EXT_INLINE Vec<T> lane_sums(Vec<T> (&sums)[kLanes<T>]) {
+  constexpr int kWidth = kLanes<T>;
+  if constexpr (Step < kWidth) {
+    const Vec<Bits<T>> lane = lane_index<Bits<T>>();
+    const Vec<Bits<T>> upper = (lane & Step) != 0 ? Vec<Bits<T>>{} + 1 : Vec<Bits<T>>{};
+    const Vec<Bits<T>> kept = lane + upper * kWidth;
+    const Vec<Bits<T>> moved = lane + upper * (kWidth - 2 * Step) + Step;
+#pragma GCC unroll 16
+    for (int i = 0; i < kWidth; i += 2 * Step) {
+      const Vec<T> a = sums[i], b = sums[i + Step];
+      sums[i] = shuffle<T>(a, b, kept) + shuffle<T>(a, b, moved);
+    }
+    return lane_sums<T, 2 * Step>(sums);
+  } else {
+    return sums[0];
+  }
+}
+
+// Lanes of two vectors, chosen by constants: 0..n-1 from a, n..2n-1 from b.
+template <typename T, int... Lane>
+ATTN_EXT_INLINE Vec<T> pick_lanes(Vec<T> a, Vec<T> b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, Lane...);
+#else
+  return __builtin_shuffle(a, b, Vec<Bits<T>>{Lane...});
+#endif
+}
+
+// Swaps the off-diagonal Side x Side blocks of all squares of twice that side.
+template <typename T, int Side, int... Lane>
+ATTN_EXT_INLINE void swap_blocks(Vec<T> (&v)[kLanes<T>], std::integer_sequence<int, Lane...>) {
+  constexpr int kWidth = sizeof...(Lane);
+#pragma GCC unroll 16
+  for (int i = 0; i < kWidth; ++i) {
+    if ((i & Side) != 0) continue;
+    const Vec<T> a = v[i], b = v[i + Side];
+    v[i] = pick_lanes<T, ((Lane & Side) != 0 ? kWidth + Lane - Side : Lane)...>(a, b);
+    v[i + Side] = pick_lanes<T, ((Lane & Side) != 0 ? kWidth + Lane : Lane + Side)...>(a, b);
+  }
+}
+
+// In-register transpose of a square of lanes by butterflies.
+template <typename T>
+ATTN_EXT_INLINE void transpose_square(Vec<T> (&v)[kLanes<T>]) {
+  constexpr int kSide = kLanes<T>;
+  constexpr std::make_integer_sequence<int, kSide> kAll{};
+  swap_blocks<T, 1>(v, kAll);
+  if constexpr (kSide > 2) swap_blocks<T, 2>(v, kAll);
+  if constexpr (kSide > 4) swap_blocks<T, 4>(v, kAll);
+  if constexpr (kSide > 8) swap_blocks<T, 8>(v, kAll);
+}
+
+}  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

@@ -1,0 +1,30 @@
+// A call on its path, its plan made (kernels/interface/ways.h). Sees no torch: the kernel tests use it too.
+#pragma once
+
+#include "kernels/interface/ways.h"
+
+namespace attn_ext::cpu {
+
+template <class Params, class Plan>
+struct PlannedCall {
+  const Params& params;
+  const Way<Params, Plan>& way;
+  Plan plan;
+
+  int64_t tasks(int64_t round) const { return way.tasks(plan, round); }
+  void run(int64_t round, int64_t task, void* shared, void* thread_scratch) const {
+    way.run(params, plan, round, task, shared, thread_scratch);
+  }
+};
+
+template <class Params, class Plan, class Path, int Paths>
+PlannedCall<Params, Plan> plan_call(const Ways<Params, Plan, Path, Paths>& ways, const Params& params,
+                                    int threads) {
+  const Path path = ways.path(params);
+  PlannedCall<Params, Plan> call{params, ways.of[static_cast<int>(path)], {}};
+  call.plan.path = path;
+  call.way.plan(params, threads, call.plan);
+  return call;
+}
+
+}  // namespace attn_ext::cpu
