@@ -12,9 +12,9 @@ set(ATTN_EXT_SOURCES
   csrc/aten/problem.cpp
   csrc/aten/contract.cpp
   csrc/aten/dropout.cpp
-  csrc/aten/tile.cpp
+  csrc/aten/chunk.cpp
   csrc/aten/pieces.cpp
-  csrc/aten/backward_tile.cpp
+  csrc/aten/backward_chunk.cpp
   csrc/aten/tangents.cpp
   csrc/aten/sdpa_aten.cpp
   csrc/cpu/tensor_view.cpp

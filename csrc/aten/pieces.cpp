@@ -46,19 +46,19 @@ at::Tensor RowPieces::join() const {
   return pieces_.size() == 1 ? pieces_.front() : at::cat(pieces_, row_dim_);
 }
 
-void KeySum::add(const at::Tensor& part, const Chunk& chunk) {
+void KeySum::add(const at::Tensor& part, const ChunkBounds& bounds) {
   if (part.defined()) {
-    total_ = plus(total_, pad_keys(part, key_dim_, chunk, key_len_));
+    total_ = plus(total_, pad_keys(part, key_dim_, bounds, key_len_));
   }
 }
 
-at::Tensor pad_keys(const at::Tensor& part, int64_t key_dim, const Chunk& chunk, int64_t key_len) {
-  if (chunk.keys() == key_len) {
+at::Tensor pad_keys(const at::Tensor& part, int64_t key_dim, const ChunkBounds& bounds, int64_t key_len) {
+  if (bounds.keys() == key_len) {
     return part;
   }
   std::vector<int64_t> pad(-2 * key_dim, 0);
-  pad[pad.size() - 2] = chunk.key_begin;
-  pad[pad.size() - 1] = key_len - chunk.key_end;
+  pad[pad.size() - 2] = bounds.key_begin;
+  pad[pad.size() - 1] = key_len - bounds.key_end;
   return at::constant_pad_nd(part, pad, 0);
 }
 

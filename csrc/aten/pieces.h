@@ -33,7 +33,7 @@ class KeySum {
  public:
   KeySum(int64_t key_dim, int64_t key_len) : key_dim_(key_dim), key_len_(key_len) {}
 
-  void add(const at::Tensor& part, const Chunk& chunk);
+  void add(const at::Tensor& part, const ChunkBounds& bounds);
   const at::Tensor& total() const { return total_; }
 
  private:
@@ -42,7 +42,7 @@ class KeySum {
 };
 
 /// (..., keys of the chunk, ...) -> (..., Lk, ...), zero at the other keys.
-at::Tensor pad_keys(const at::Tensor& part, int64_t key_dim, const Chunk& chunk, int64_t key_len);
+at::Tensor pad_keys(const at::Tensor& part, int64_t key_dim, const ChunkBounds& bounds, int64_t key_len);
 
 /// Sum of `tensor` over the dims that are 1 in `shape` (as many dims).
 at::Tensor sum_down_to(const at::Tensor& tensor, at::IntArrayRef shape);

@@ -10,10 +10,10 @@
 
 #include "sdpa_aten.h"
 
-#include "backward_tile.h"
+#include "backward_chunk.h"
+#include "chunk.h"
 #include "contract.h"
 #include "pieces.h"
-#include "tile.h"
 
 namespace attn_ext {
 
@@ -21,20 +21,20 @@ SdpaOutputs forward_aten(const SdpaArgs& args, SideOutputs wanted) {
   const Problem problem = make_problem(args);
   RowPieces output(-2, problem.query_len), lse(-1, problem.query_len), weights(-2, problem.query_len);
   KeySum key_mass(-1, problem.key_len);
-  for_each_chunk(problem, [&](const Chunk& chunk) {
-    const Tile tile = make_tile(problem, chunk);
-    const at::Tensor applied = tile.applied_weights();
-    output.add(contract_visible(applied, "QK", tile.visible, tile.value, "KD", "QD",
-                                broadcast_lead(applied, tile.value))
+  for_each_chunk(problem, [&](const ChunkBounds& bounds) {
+    const Chunk chunk = make_chunk(problem, bounds);
+    const at::Tensor applied = chunk.applied_weights();
+    output.add(contract_visible(applied, "QK", chunk.visible, chunk.value, "KD", "QD",
+                                broadcast_lead(applied, chunk.value))
                    .to(problem.dtype)
-                   .expand(problem.with_tail({chunk.rows(), problem.value_dim})));
-    lse.add(tile.lse.expand(problem.with_tail({chunk.rows()})));
+                   .expand(problem.with_tail({bounds.rows(), problem.value_dim})));
+    lse.add(chunk.lse.expand(problem.with_tail({bounds.rows()})));
     if (wanted.weights) {
-      weights.add(pad_keys(applied.to(problem.dtype), -1, chunk, problem.key_len)
-                      .expand(problem.with_tail({chunk.rows(), problem.key_len})));
+      weights.add(pad_keys(applied.to(problem.dtype), -1, bounds, problem.key_len)
+                      .expand(problem.with_tail({bounds.rows(), problem.key_len})));
     }
     if (wanted.key_mass) {
-      key_mass.add(applied.sum(-2), chunk);
+      key_mass.add(applied.sum(-2), bounds);
     }
   });
 
@@ -66,25 +66,25 @@ SdpaInputs backward_aten(const SdpaOutputs& grads, const SdpaArgs& args, const a
   const Dims query_lead = lead_of(problem.query, 2), key_lead = lead_of(problem.key, 2),
              value_lead = lead_of(problem.value, 2);
   GradientSums sums(problem, wanted);
-  for_each_chunk(problem, [&](const Chunk& chunk) {
-    const Tile tile = make_tile(problem, chunk);
-    const OutputGrads incoming = narrow_grads(problem, canonical, chunk);
-    const ScoreGrads scores = score_grads(problem, tile, incoming);
+  for_each_chunk(problem, [&](const ChunkBounds& bounds) {
+    const Chunk chunk = make_chunk(problem, bounds);
+    const OutputGrads incoming = narrow_grads(problem, canonical, bounds);
+    const ScoreGrads scores = score_grads(problem, chunk, incoming);
     if (wanted.query) {
-      sums.add_query(score_product(tile, scores.products, tile.key, "KD", "QD", query_lead, problem.scale));
+      sums.add_query(score_product(chunk, scores.products, chunk.key, "KD", "QD", query_lead, problem.scale));
     }
     if (wanted.key) {
-      sums.add_key(score_product(tile, scores.products, tile.query, "QD", "KD", key_lead, problem.scale),
-                   chunk);
+      sums.add_key(score_product(chunk, scores.products, chunk.query, "QD", "KD", key_lead, problem.scale),
+                   bounds);
     }
     if (wanted.value) {
-      sums.add_value(value_grad(tile, tile.applied_weights(), incoming.output, value_lead), chunk);
+      sums.add_value(value_grad(chunk, chunk.applied_weights(), incoming.output, value_lead), bounds);
     }
     if (wanted.attn_mask) {
-      sums.add_scores(scores.scores, chunk);
+      sums.add_scores(scores.scores, bounds);
     }
     if (wanted.sinks) {
-      sums.add_sinks(times(tile.sink_weights.unsqueeze(-1), row_grads(scores.delta, incoming)));
+      sums.add_sinks(times(chunk.sink_weights.unsqueeze(-1), row_grads(scores.delta, incoming)));
     }
   });
   return sums.finish(args);
