@@ -7,9 +7,23 @@
 
 namespace attn_ext {
 
-Dims lead_of(const at::Tensor& canonical, int64_t tail_dims) {
-  return Dims(canonical.sizes().begin(), canonical.sizes().end() - tail_dims);
+namespace {
+
+/// Of a (lead, rows, columns) tensor.
+Dims lead_of(const at::Tensor& canonical) {
+  return Dims(canonical.sizes().begin(), canonical.sizes().end() - 2);
 }
+
+at::Tensor score_product(const Chunk& chunk, const at::Tensor& scores, const at::Tensor& factor,
+                         Letters factor_dims, Letters out_dims, const Dims& lead, double scale) {
+  if (!scores.defined() || !factor.defined()) {
+    return {};
+  }
+  const at::Tensor safe = chunk.visible.defined() ? finite_or_zero(factor) : factor;
+  return contract(scores, "QK", safe, factor_dims, out_dims, lead) * scale;
+}
+
+}  // namespace
 
 OutputGrads canonical_grads(const Problem& problem, const SdpaOutputs& grads) {
   const auto canonical = [&](const at::Tensor& grad, int64_t tail_dims) {
@@ -69,19 +83,20 @@ ScoreGrads score_grads(const Problem& problem, const Chunk& chunk, const OutputG
   return result;
 }
 
-at::Tensor score_product(const Chunk& chunk, const at::Tensor& scores, const at::Tensor& factor,
-                         Letters factor_dims, Letters out_dims, const Dims& lead, double scale) {
-  if (!scores.defined() || !factor.defined()) {
-    return {};
-  }
-  const at::Tensor safe = chunk.visible.defined() ? finite_or_zero(factor) : factor;
-  return contract(scores, "QK", safe, factor_dims, out_dims, lead) * scale;
+at::Tensor query_grad(const Problem& problem, const Chunk& chunk, const at::Tensor& scores,
+                      const at::Tensor& key) {
+  return score_product(chunk, scores, key, "KD", "QD", lead_of(problem.query), problem.scale);
 }
 
-at::Tensor value_grad(const Chunk& chunk, const at::Tensor& weights, const at::Tensor& grad,
-                      const Dims& lead) {
+at::Tensor key_grad(const Problem& problem, const Chunk& chunk, const at::Tensor& scores,
+                    const at::Tensor& query) {
+  return score_product(chunk, scores, query, "QD", "KD", lead_of(problem.key), problem.scale);
+}
+
+at::Tensor value_grad(const Problem& problem, const Chunk& chunk, const at::Tensor& weights,
+                      const at::Tensor& grad) {
   return weights.defined() && grad.defined()
-             ? contract_visible(weights, "QK", chunk.visible, grad, "QD", "KD", lead)
+             ? contract_visible(weights, "QK", chunk.visible, grad, "QD", "KD", lead_of(problem.value))
              : at::Tensor();
 }
 

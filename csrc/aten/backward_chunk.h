@@ -36,14 +36,18 @@ at::Tensor applied_weights_grad(const at::Tensor& value, const OutputGrads& grad
 
 ScoreGrads score_grads(const Problem& problem, const Chunk& chunk, const OutputGrads& grads);
 
-/// scale · dS K or scale · dSᵀ Q, undefined where a factor is. A NaN that is visible is in dS already, so
-/// none is taken from `factor`, where it may be masked.
-at::Tensor score_product(const Chunk& chunk, const at::Tensor& scores, const at::Tensor& factor,
-                         Letters factor_dims, Letters out_dims, const Dims& lead, double scale);
+// The gradients of one chunk, undefined where a factor is. A NaN that is visible is in dS already, so none is
+// taken from key or query, where it may be masked.
 
-/// Pdᵀ dO, undefined where a factor is.
-at::Tensor value_grad(const Chunk& chunk, const at::Tensor& weights, const at::Tensor& grad,
-                      const Dims& lead);
+/// scale · dS K
+at::Tensor query_grad(const Problem& problem, const Chunk& chunk, const at::Tensor& scores,
+                      const at::Tensor& key);
+/// scale · dSᵀ Q
+at::Tensor key_grad(const Problem& problem, const Chunk& chunk, const at::Tensor& scores,
+                    const at::Tensor& query);
+/// Pdᵀ dO
+at::Tensor value_grad(const Problem& problem, const Chunk& chunk, const at::Tensor& weights,
+                      const at::Tensor& grad);
 
 /// -(delta) + dLse a row (lead, rows, 1), of which both dS and the gradient of the sinks are made.
 at::Tensor row_grads(const at::Tensor& delta, const OutputGrads& grads);
@@ -71,7 +75,5 @@ class GradientSums {
   KeySum key_, value_;
   at::Tensor mask_sum_, sinks_;
 };
-
-Dims lead_of(const at::Tensor& canonical, int64_t tail_dims);
 
 }  // namespace attn_ext

@@ -116,6 +116,12 @@ at::Tensor narrow_keys(const at::Tensor& tensor, const ChunkBounds& bounds, int6
   return tensor.size(dim) == 1 ? tensor : tensor.narrow(dim, bounds.key_begin, bounds.keys());
 }
 
+at::Tensor weighted_values(const Chunk& chunk, const at::Tensor& weights, const at::Tensor& value) {
+  return weights.defined() && value.defined() ? contract_visible(weights, "QK", chunk.visible, value, "KD",
+                                                                 "QD", broadcast_lead(weights, value))
+                                              : at::Tensor();
+}
+
 Chunk make_chunk(const Problem& problem, const ChunkBounds& bounds) {
   Chunk chunk;
   chunk.bounds = bounds;

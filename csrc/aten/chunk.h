@@ -30,6 +30,9 @@ struct Chunk {
 at::Tensor narrow_rows(const at::Tensor& tensor, const ChunkBounds& bounds);
 at::Tensor narrow_keys(const at::Tensor& tensor, const ChunkBounds& bounds, int64_t dim = -1);
 
+/// Pd V (lead, rows, Dv), with what is masked in V kept out; undefined where a factor is.
+at::Tensor weighted_values(const Chunk& chunk, const at::Tensor& weights, const at::Tensor& value);
+
 Chunk make_chunk(const Problem& problem, const ChunkBounds& bounds);
 
 }  // namespace attn_ext

@@ -41,6 +41,25 @@ class KeySum {
   at::Tensor total_;
 };
 
+/// The outputs (or their tangents).
+class OutputPieces {
+ public:
+  OutputPieces(const Problem& problem, SideOutputs wanted);
+
+  /// Of a chunk: Pd V (lead, rows, Dv), lse (lead, rows), and Pd (lead, rows, keys), the lead dims broadcast.
+  void add(const ChunkBounds& bounds, const at::Tensor& values, const at::Tensor& lse,
+           const at::Tensor& weights);
+
+  /// In the shapes and dtypes of the outputs; what no chunk added to is undefined, or made of `zeros`.
+  SdpaOutputs join(const std::optional<at::TensorOptions>& zeros = std::nullopt) const;
+
+ private:
+  const Problem& problem_;
+  SideOutputs wanted_;
+  RowPieces output_, lse_, weights_;
+  KeySum key_mass_;
+};
+
 /// (..., keys of the chunk, ...) -> (..., Lk, ...), zero at the other keys.
 at::Tensor pad_keys(const at::Tensor& part, int64_t key_dim, const ChunkBounds& bounds, int64_t key_len);
 

@@ -98,13 +98,6 @@ ChunkTangent chunk_tangent(const Problem& problem, const Chunk& chunk, const Dir
   return tangent;
 }
 
-/// Pd V, with what is masked in V kept out.
-at::Tensor values(const Chunk& chunk, const at::Tensor& weights, const at::Tensor& value) {
-  return weights.defined() && value.defined() ? contract_visible(weights, "QK", chunk.visible, value, "KD",
-                                                                 "QD", broadcast_lead(weights, value))
-                                              : at::Tensor();
-}
-
 /// The tangents of dP, delta, dS and of dS before softcap, as in ScoreGrads.
 ScoreGrads score_grad_tangents(const Problem& problem, const Chunk& chunk, const ChunkTangent& tangent,
                                const OutputGrads& grads, const OutputGrads& grad_tangents,
@@ -142,40 +135,17 @@ SdpaOutputs forward_tangents(const SdpaArgs& args, const SdpaInputs& direction, 
   const cpu::OneThreadInForkedChild guard;
   const Problem problem = make_problem(args);
   const Direction canonical = canonical_direction(problem, direction);
-  RowPieces output(-2, problem.query_len), lse(-1, problem.query_len), weights(-2, problem.query_len);
-  KeySum key_mass(-1, problem.key_len);
+  OutputPieces outputs(problem, wanted);
   for_each_chunk(problem, [&](const ChunkBounds& bounds) {
     const Chunk chunk = make_chunk(problem, bounds);
     const Direction along = narrow_direction(problem, canonical, bounds);
     const ChunkTangent tangent = chunk_tangent(problem, chunk, along);
     const at::Tensor applied = tangent.applied_weights(chunk);
-    const at::Tensor values_tangent =
-        plus(values(chunk, applied, chunk.value), values(chunk, chunk.applied_weights(), along.value));
-    if (values_tangent.defined()) {
-      output.add(
-          values_tangent.to(problem.dtype).expand(problem.with_tail({bounds.rows(), problem.value_dim})));
-    }
-    if (tangent.lse.defined()) {
-      lse.add(tangent.lse.squeeze(-1).expand(problem.with_tail({bounds.rows()})));
-    }
-    if (wanted.weights && applied.defined()) {
-      weights.add(pad_keys(applied.to(problem.dtype), -1, bounds, problem.key_len)
-                      .expand(problem.with_tail({bounds.rows(), problem.key_len})));
-    }
-    if (wanted.key_mass && applied.defined()) {
-      key_mass.add(applied.sum(-2), bounds);
-    }
+    const at::Tensor values = plus(weighted_values(chunk, applied, chunk.value),
+                                   weighted_values(chunk, chunk.applied_weights(), along.value));
+    outputs.add(bounds, values, tangent.lse.defined() ? tangent.lse.squeeze(-1) : tangent.lse, applied);
   });
-  const auto finish = [&](const at::Tensor& result, std::initializer_list<int64_t> tail,
-                          at::ScalarType dtype) {
-    return result.defined() ? result.to(dtype).reshape(problem.output_shape(tail)).contiguous() : result;
-  };
-  const at::Tensor& mass = key_mass.total();
-  return {finish(output.join(), {problem.query_len, problem.value_dim}, problem.dtype),
-          finish(lse.join(), {problem.query_len}, problem.accumulator),
-          finish(weights.join(), {problem.query_len, problem.key_len}, problem.dtype),
-          finish(mass.defined() ? mass.expand(problem.with_tail({problem.key_len})) : mass, {problem.key_len},
-                 problem.dtype)};
+  return outputs.join();
 }
 
 SdpaInputs backward_tangents(const SdpaOutputs& grads, const SdpaArgs& args, const SdpaOutputs& grad_tangents,
@@ -185,8 +155,6 @@ SdpaInputs backward_tangents(const SdpaOutputs& grads, const SdpaArgs& args, con
   const Direction canonical = canonical_direction(problem, direction);
   const OutputGrads all_grads = canonical_grads(problem, grads);
   const OutputGrads all_grad_tangents = canonical_grads(problem, grad_tangents);
-  const Dims query_lead = lead_of(problem.query, 2), key_lead = lead_of(problem.key, 2),
-             value_lead = lead_of(problem.value, 2);
   GradientSums sums(problem, wanted);
   for_each_chunk(problem, [&](const ChunkBounds& bounds) {
     const Chunk chunk = make_chunk(problem, bounds);
@@ -198,19 +166,17 @@ SdpaInputs backward_tangents(const SdpaOutputs& grads, const SdpaArgs& args, con
     const ScoreGrads dot =
         score_grad_tangents(problem, chunk, tangent, incoming, incoming_tangents, along, scores);
     if (wanted.query) {
-      sums.add_query(
-          plus(score_product(chunk, dot.products, chunk.key, "KD", "QD", query_lead, problem.scale),
-               score_product(chunk, scores.products, along.key, "KD", "QD", query_lead, problem.scale)));
+      sums.add_query(plus(query_grad(problem, chunk, dot.products, chunk.key),
+                          query_grad(problem, chunk, scores.products, along.key)));
     }
     if (wanted.key) {
-      sums.add_key(
-          plus(score_product(chunk, dot.products, chunk.query, "QD", "KD", key_lead, problem.scale),
-               score_product(chunk, scores.products, along.query, "QD", "KD", key_lead, problem.scale)),
-          bounds);
+      sums.add_key(plus(key_grad(problem, chunk, dot.products, chunk.query),
+                        key_grad(problem, chunk, scores.products, along.query)),
+                   bounds);
     }
     if (wanted.value) {
-      sums.add_value(plus(value_grad(chunk, tangent.applied_weights(chunk), incoming.output, value_lead),
-                          value_grad(chunk, chunk.applied_weights(), incoming_tangents.output, value_lead)),
+      sums.add_value(plus(value_grad(problem, chunk, tangent.applied_weights(chunk), incoming.output),
+                          value_grad(problem, chunk, chunk.applied_weights(), incoming_tangents.output)),
                      bounds);
     }
     if (wanted.attn_mask) {
