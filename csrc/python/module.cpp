@@ -3,7 +3,6 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "../capability.h"
-#include "../cpu/peak.h"
 #include "../explain.h"
 #include "calls.h"
 
@@ -38,10 +37,5 @@ PYBIND11_MODULE(_C, m) {
   attn_ext::add_calls(m);
   m.def("cpu_capability", &attn_ext::cpu_capability);
   m.def("available_cpu_capabilities", &attn_ext::available_cpu_capabilities);
-  m.def("measure_multiply_add_peak", &attn_ext::measure_multiply_add_peak, py::arg("capability"),
-        py::arg("bfloat16"), py::arg("threads"), py::arg("seconds"),
-        py::call_guard<py::gil_scoped_release>());
-  m.def("measure_read_rate", &attn_ext::measure_read_rate, py::arg("threads"), py::arg("seconds"),
-        py::call_guard<py::gil_scoped_release>());
   add_explain(m, std::make_index_sequence<attn_ext::Unboxed<attn_ext::PublicCall>::kArguments>());
 }
