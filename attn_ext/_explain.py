@@ -81,13 +81,13 @@ def explain(
             attn_mask,
             dropout_p,
             is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-            window_left=window_left,
-            window_right=window_right,
-            query_offset=query_offset,
-            softcap=softcap,
-            sinks=sinks,
+            scale,
+            enable_gqa,
+            window_left,
+            window_right,
+            query_offset,
+            softcap,
+            sinks,
         )
     )
 

@@ -1,13 +1,15 @@
 """The public ops as typed, documented and scriptable functions.
 
 Each function calls the op of its name in ``torch.ops.attn_ext`` and nothing else: in eager mode through a
-C function that takes its arguments by position, which is the same call with less to unpack. The ops take
+C function that knows the order of the keywords, which is the same call with less to unpack. The ops take
 ``scale`` and what follows it by keyword only; the functions do not insist on it, because TorchScript cannot
 compile keyword-only parameters that have defaults.
 """
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
+from torch.jit import is_scripting  # type: ignore[attr-defined]
 
 from ._library import _C
 
@@ -101,25 +103,11 @@ def sdpa(
         >>> expected = attn_ext.sdpa(query, key, value, -slopes[:, None, None] * distance, is_causal=True)
         >>> torch.testing.assert_close(attn_ext.sdpa(query, key, value, bias, is_causal=True), expected)
     """
-    if not torch.jit.is_scripting() and not torch.compiler.is_compiling():  # type: ignore[attr-defined]
-        eager: Tensor = _C.sdpa(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale,
-            enable_gqa,
-            window_left,
-            window_right,
-            query_offset,
-            softcap,
-            sinks,
-        )
-        if eager is not NotImplemented:
-            return eager
-    output: Tensor = torch.ops.attn_ext.sdpa(
+    if is_scripting() or is_compiling():
+        call = torch.ops.attn_ext.sdpa
+    else:
+        call = _C.sdpa
+    output: Tensor = call(
         query,
         key,
         value,
@@ -173,25 +161,11 @@ def sdpa_with_weights(
         tensor([[1.0000, 0.0000],
                 [0.3302, 0.6698]])
     """
-    if not torch.jit.is_scripting() and not torch.compiler.is_compiling():  # type: ignore[attr-defined]
-        eager: tuple[Tensor, Tensor] = _C.sdpa_with_weights(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale,
-            enable_gqa,
-            window_left,
-            window_right,
-            query_offset,
-            softcap,
-            sinks,
-        )
-        if eager is not NotImplemented:
-            return eager
-    result: tuple[Tensor, Tensor] = torch.ops.attn_ext.sdpa_with_weights(
+    if is_scripting() or is_compiling():
+        call = torch.ops.attn_ext.sdpa_with_weights
+    else:
+        call = _C.sdpa_with_weights
+    outputs: tuple[Tensor, Tensor] = call(
         query,
         key,
         value,
@@ -206,7 +180,7 @@ def sdpa_with_weights(
         softcap=softcap,
         sinks=sinks,
     )
-    return result
+    return outputs
 
 
 def sdpa_with_lse(
@@ -246,25 +220,11 @@ def sdpa_with_lse(
         >>> share = torch.sigmoid(right_lse - left_lse).unsqueeze(-1)
         >>> torch.testing.assert_close(torch.lerp(left, right, share), attn_ext.sdpa(query, key, value))
     """
-    if not torch.jit.is_scripting() and not torch.compiler.is_compiling():  # type: ignore[attr-defined]
-        eager: tuple[Tensor, Tensor] = _C.sdpa_with_lse(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale,
-            enable_gqa,
-            window_left,
-            window_right,
-            query_offset,
-            softcap,
-            sinks,
-        )
-        if eager is not NotImplemented:
-            return eager
-    result: tuple[Tensor, Tensor] = torch.ops.attn_ext.sdpa_with_lse(
+    if is_scripting() or is_compiling():
+        call = torch.ops.attn_ext.sdpa_with_lse
+    else:
+        call = _C.sdpa_with_lse
+    outputs: tuple[Tensor, Tensor] = call(
         query,
         key,
         value,
@@ -279,7 +239,7 @@ def sdpa_with_lse(
         softcap=softcap,
         sinks=sinks,
     )
-    return result
+    return outputs
 
 
 def sdpa_with_key_mass(
@@ -316,25 +276,11 @@ def sdpa_with_key_mass(
         >>> _, weights = attn_ext.sdpa_with_weights(query, key, value)
         >>> torch.testing.assert_close(key_mass, weights.sum(dim=-2))
     """
-    if not torch.jit.is_scripting() and not torch.compiler.is_compiling():  # type: ignore[attr-defined]
-        eager: tuple[Tensor, Tensor] = _C.sdpa_with_key_mass(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale,
-            enable_gqa,
-            window_left,
-            window_right,
-            query_offset,
-            softcap,
-            sinks,
-        )
-        if eager is not NotImplemented:
-            return eager
-    result: tuple[Tensor, Tensor] = torch.ops.attn_ext.sdpa_with_key_mass(
+    if is_scripting() or is_compiling():
+        call = torch.ops.attn_ext.sdpa_with_key_mass
+    else:
+        call = _C.sdpa_with_key_mass
+    outputs: tuple[Tensor, Tensor] = call(
         query,
         key,
         value,
@@ -349,4 +295,4 @@ def sdpa_with_key_mass(
         softcap=softcap,
         sinks=sinks,
     )
-    return result
+    return outputs

@@ -12,9 +12,9 @@ set(ATTN_EXT_SOURCES
   csrc/aten/problem.cpp
   csrc/aten/contract.cpp
   csrc/aten/dropout.cpp
-  csrc/aten/tile.cpp
+  csrc/aten/chunk.cpp
   csrc/aten/pieces.cpp
-  csrc/aten/backward_tile.cpp
+  csrc/aten/backward_chunk.cpp
   csrc/aten/tangents.cpp
   csrc/aten/sdpa_aten.cpp
   csrc/cpu/tensor_view.cpp
@@ -25,13 +25,15 @@ set(ATTN_EXT_SOURCES
   csrc/cpu/forward.cpp
   csrc/cpu/backward.cpp
   csrc/capability.cpp
-  csrc/cpu/peak.cpp
   csrc/explain.cpp
   csrc/public_api.cpp)
 
 # Compiled once per instruction set (capabilities.cmake).
 set(ATTN_EXT_KERNEL_SOURCES
   csrc/cpu/kernels/kernels.cpp)
+
+set(ATTN_EXT_BENCHMARK_SOURCES
+  csrc/benchmark/peak.cpp)
 
 set(ATTN_EXT_PYTHON_SOURCES
   csrc/python/calls.cpp

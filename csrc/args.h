@@ -1,6 +1,6 @@
-// One struct of named arguments, from the schema to the tile, and the two ways between struct and schema:
-// `PublicKernel<f>`, `ForwardKernel<f>`, `BackwardKernel<f>` make a registrable kernel of a function over the
-// struct; `call_forward`, `call_backward` call the internal ops through the dispatcher.
+// One struct of named arguments, from the schema to the chunk, and the two ways between struct and schema:
+// `public_kernel<f>`, `forward_kernel<f>`, `backward_kernel<f>` make a registrable kernel of a function over
+// the struct; `call_forward`, `call_backward` call the internal ops through the dispatcher.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,17 +10,9 @@
 #include <optional>
 #include <tuple>
 
+#include "unboxed.h"
+
 namespace attn_ext {
-
-using OptionalTensor = std::optional<at::Tensor>;
-
-inline at::Tensor tensor_or_undefined(const OptionalTensor& tensor) {
-  return tensor.has_value() ? *tensor : at::Tensor();
-}
-
-inline OptionalTensor optional_of(const at::Tensor& tensor) {
-  return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
-}
 
 /// The arguments of every op. A tensor that was not given is undefined.
 struct SdpaArgs {
@@ -90,92 +82,103 @@ SdpaOutputs call_forward(const SdpaArgs& args, SideOutputs wanted);
 SdpaInputs call_backward(const SdpaOutputs& grads, const SdpaArgs& args, const at::Tensor& output,
                          const at::Tensor& lse, InputMask wanted);
 
-/// What the schemas list, by name.
-inline SdpaArgs make_args(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                          const OptionalTensor& attn_mask, const OptionalTensor& sinks,
-                          const OptionalTensor& dropout_seed, double dropout_p, bool is_causal,
-                          std::optional<double> scale, bool enable_gqa,
-                          const std::optional<c10::SymInt>& window_left,
-                          const std::optional<c10::SymInt>& window_right, const c10::SymInt& query_offset,
-                          double softcap) {
-  return {.query = query,
-          .key = key,
-          .value = value,
-          .attn_mask = tensor_or_undefined(attn_mask),
-          .sinks = tensor_or_undefined(sinks),
-          .dropout_seed = tensor_or_undefined(dropout_seed),
-          .dropout_p = dropout_p,
-          .is_causal = is_causal,
-          .scale = scale,
-          .enable_gqa = enable_gqa,
-          .window_left = window_left,
-          .window_right = window_right,
-          .query_offset = query_offset,
-          .softcap = softcap};
+// The schemas' arguments by name and in order: this is the one place in C++ that lists them.
+
+/// What the public ops take after query, key and value; of SdpaArgs, or of the C++ API's options.
+template <class Options>
+auto options_of(Options& o) {
+  return fields(or_none(o.attn_mask), o.dropout_p, o.is_causal, o.scale, o.enable_gqa, o.window_left,
+                o.window_right, o.query_offset, o.softcap, or_none(o.sinks));
 }
 
-/// The arguments of a public op.
-inline SdpaArgs public_args(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                            const OptionalTensor& attn_mask, double dropout_p, bool is_causal,
-                            std::optional<double> scale, bool enable_gqa,
-                            const std::optional<c10::SymInt>& window_left,
-                            const std::optional<c10::SymInt>& window_right, const c10::SymInt& query_offset,
-                            double softcap, const OptionalTensor& sinks) {
-  return make_args(query, key, value, attn_mask, sinks, std::nullopt, dropout_p, is_causal, scale, enable_gqa,
-                   window_left, window_right, query_offset, softcap);
+template <class Args>
+auto tensors_of(Args& a) {
+  return fields(a.query, a.key, a.value, or_none(a.attn_mask), or_none(a.sinks), or_none(a.dropout_seed));
 }
+
+template <class Args>
+auto scalars_of(Args& a) {
+  return fields(a.dropout_p, a.is_causal, a.scale, a.enable_gqa, a.window_left, a.window_right,
+                a.query_offset, a.softcap);
+}
+
+template <class Args, class Wanted>
+auto forward_fields(Args& args, Wanted& wanted) {
+  return std::tuple_cat(tensors_of(args), scalars_of(args), fields(wanted.weights, wanted.key_mass));
+}
+
+template <class Grads, class Args, class Tensor, class Wanted>
+auto backward_fields(Grads& grads, Args& args, Tensor& output, Tensor& lse, Wanted& wanted) {
+  return std::tuple_cat(
+      fields(or_none(grads.output), or_none(grads.lse), or_none(grads.weights), or_none(grads.key_mass)),
+      tensors_of(args), fields(output, lse), scalars_of(args), fields(wanted));
+}
+
+// A call of a public op, of `_sdpa_forward`, and of `_sdpa_backward`.
+
+struct PublicCall {
+  SdpaArgs args;
+
+  auto arguments() { return std::tuple_cat(fields(args.query, args.key, args.value), options_of(args)); }
+};
+
+struct ForwardCall {
+  SdpaArgs args;
+  SideOutputs wanted;
+
+  auto arguments() { return forward_fields(args, wanted); }
+};
+
+struct BackwardCall {
+  SdpaOutputs grads;
+  SdpaArgs args;
+  at::Tensor output, lse;
+  std::array<bool, 5> wanted;
+
+  auto arguments() { return backward_fields(grads, args, output, lse, wanted); }
+};
+
+namespace adapted {
+
+template <auto function>
+auto run_public(const PublicCall& call) {
+  return function(call.args);
+}
+
+template <auto function>
+auto run_public_with_keys(c10::DispatchKeySet keys, const PublicCall& call) {
+  return function(keys, call.args);
+}
+
+template <auto function>
+auto run_forward(const ForwardCall& call) {
+  return function(call.args, call.wanted).to_tuple();
+}
+
+template <auto function>
+auto run_backward(const BackwardCall& call) {
+  return function(call.grads, call.args, call.output, call.lse, InputMask::from_array(call.wanted))
+      .to_tuple();
+}
+
+}  // namespace adapted
 
 /// Kernel of a public op: `function` is Result(const SdpaArgs&).
 template <auto function>
-auto public_kernel(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                   const OptionalTensor& attn_mask, double dropout_p, bool is_causal,
-                   std::optional<double> scale, bool enable_gqa, std::optional<c10::SymInt> window_left,
-                   std::optional<c10::SymInt> window_right, c10::SymInt query_offset, double softcap,
-                   const OptionalTensor& sinks) {
-  return function(public_args(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
-                              window_left, window_right, query_offset, softcap, sinks));
-}
+inline constexpr auto public_kernel = &Unboxed<PublicCall>::kernel<&adapted::run_public<function>>;
 
 /// As public_kernel; `function` is Result(DispatchKeySet, const SdpaArgs&).
 template <auto function>
-auto public_kernel_with_keys(c10::DispatchKeySet keys, const at::Tensor& query, const at::Tensor& key,
-                             const at::Tensor& value, const OptionalTensor& attn_mask, double dropout_p,
-                             bool is_causal, std::optional<double> scale, bool enable_gqa,
-                             std::optional<c10::SymInt> window_left, std::optional<c10::SymInt> window_right,
-                             c10::SymInt query_offset, double softcap, const OptionalTensor& sinks) {
-  return function(keys, public_args(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
-                                    window_left, window_right, query_offset, softcap, sinks));
-}
+inline constexpr auto public_kernel_with_keys =
+    &Unboxed<PublicCall>::kernel_with_keys<&adapted::run_public_with_keys<function>>;
 
 /// Kernel of `_sdpa_forward`: `function` is SdpaOutputs(const SdpaArgs&, SideOutputs).
 template <auto function>
-std::tuple<at::Tensor, at::Tensor, OptionalTensor, OptionalTensor> forward_kernel(
-    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const OptionalTensor& attn_mask,
-    const OptionalTensor& sinks, const OptionalTensor& dropout_seed, double dropout_p, bool is_causal,
-    std::optional<double> scale, bool enable_gqa, std::optional<c10::SymInt> window_left,
-    std::optional<c10::SymInt> window_right, c10::SymInt query_offset, double softcap, bool need_weights,
-    bool need_key_mass) {
-  const SdpaArgs args = make_args(query, key, value, attn_mask, sinks, dropout_seed, dropout_p, is_causal,
-                                  scale, enable_gqa, window_left, window_right, query_offset, softcap);
-  return function(args, SideOutputs{need_weights, need_key_mass}).to_tuple();
-}
+inline constexpr auto forward_kernel = &Unboxed<ForwardCall>::kernel<&adapted::run_forward<function>>;
 
 /// Kernel of `_sdpa_backward`: `function` is
 /// SdpaInputs(const SdpaOutputs& grads, const SdpaArgs&, const Tensor& output, const Tensor& lse, InputMask).
 template <auto function>
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> backward_kernel(
-    const OptionalTensor& grad_output, const OptionalTensor& grad_lse, const OptionalTensor& grad_weights,
-    const OptionalTensor& grad_key_mass, const at::Tensor& query, const at::Tensor& key,
-    const at::Tensor& value, const OptionalTensor& attn_mask, const OptionalTensor& sinks,
-    const OptionalTensor& dropout_seed, const at::Tensor& output, const at::Tensor& lse, double dropout_p,
-    bool is_causal, std::optional<double> scale, bool enable_gqa, std::optional<c10::SymInt> window_left,
-    std::optional<c10::SymInt> window_right, c10::SymInt query_offset, double softcap,
-    std::array<bool, 5> output_mask) {
-  const SdpaOutputs grads{tensor_or_undefined(grad_output), tensor_or_undefined(grad_lse),
-                          tensor_or_undefined(grad_weights), tensor_or_undefined(grad_key_mass)};
-  const SdpaArgs args = make_args(query, key, value, attn_mask, sinks, dropout_seed, dropout_p, is_causal,
-                                  scale, enable_gqa, window_left, window_right, query_offset, softcap);
-  return function(grads, args, output, lse, InputMask::from_array(output_mask)).to_tuple();
-}
+inline constexpr auto backward_kernel = &Unboxed<BackwardCall>::kernel<&adapted::run_backward<function>>;
 
 }  // namespace attn_ext

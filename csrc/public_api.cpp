@@ -1,6 +1,5 @@
 // The functions of include/attn_ext/attn_ext.h: the public ops, through the dispatcher.
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <attn_ext/attn_ext.h>
 
 #include "composite/sdpa_composite.h"
@@ -12,12 +11,9 @@ namespace {
 template <auto composite>
 auto call(const char* name, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
           const SdpaOptions& options) {
-  using Signature = std::remove_pointer_t<decltype(&public_kernel<composite>)>;
-  static const auto op =  // one for each composite, and so for each name
-      c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<Signature>();
-  return op.call(query, key, value, options.attn_mask, options.dropout_p, options.is_causal, options.scale,
-                 options.enable_gqa, options.window_left, options.window_right, options.query_offset,
-                 options.softcap, options.sinks);
+  using Result = std::invoke_result_t<decltype(composite), const SdpaArgs&>;
+  static const auto op = find_op<PublicCall, Result>(name);  // one for each composite, and so for each name
+  return call_op(op, std::tuple_cat(fields(query, key, value), options_of(options)));
 }
 
 }  // namespace

@@ -268,5 +268,5 @@ class TestReport:
 
 
 def test_peaks_grow_with_the_instruction_set():
-    peak = attn_ext._library._C.measure_multiply_add_peak
+    peak = machine.multiply_add_peak
     assert peak("aten", False, 1, 0.05) > peak("baseline", False, 1, 0.05) * 0.5 > 0

@@ -1,5 +1,6 @@
 """Installing and loading: against the torch that is there, and in one sentence where that cannot be."""
 
+import json
 import os
 import re
 import shutil
@@ -234,6 +235,11 @@ def link_this_torch(python: Path) -> Path:
     return theirs / "torch"
 
 
+def assert_editors_find_the_compilers_commands(sources: Path) -> None:
+    files = {Path(entry["file"]) for entry in json.loads((sources / "compile_commands.json").read_text())}
+    assert files == set(sources.glob("csrc/**/*.cpp"))
+
+
 @pytest.mark.slow
 def test_an_isolated_install_builds_against_the_torch_that_is_there_and_keeps_it(
     environment, sources, tmp_path
@@ -242,6 +248,7 @@ def test_an_isolated_install_builds_against_the_torch_that_is_there_and_keeps_it
     run(environment, "-m", "pip", "install", sources, check=True)
     assert there.is_symlink()
     assert requirement_of_torch(site_packages(environment)) == [f"torch=={MINOR}.*"]
+    assert_editors_find_the_compilers_commands(sources)
     using = "import torch, attn_ext; q = torch.ones(2, 3, 4); print(attn_ext.sdpa(q, q, q).sum().item())"
     result = run(environment, "-c", using, cwd=tmp_path, check=True)
     assert float(result.stdout) == 24.0

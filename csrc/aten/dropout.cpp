@@ -53,26 +53,26 @@ at::Tensor batch_index(const Problem& problem, int64_t seed_dims, const at::Tens
 
 }  // namespace
 
-at::Tensor dropout_multiplier(const Problem& problem, const Chunk& chunk) {
+at::Tensor dropout_multiplier(const Problem& problem, const ChunkBounds& bounds) {
   const auto options = problem.dropout_seed.options();
-  const int64_t block_begin = chunk.key_begin / kBlockColumns;
-  const int64_t block_end = (chunk.key_end + kBlockColumns - 1) / kBlockColumns;
+  const int64_t block_begin = bounds.key_begin / kBlockColumns;
+  const int64_t block_end = (bounds.key_end + kBlockColumns - 1) / kBlockColumns;
   const int64_t heads = problem.layout.key_heads * problem.layout.group;
 
   // Every tensor has dims (lead, rows, blocks, lanes).
   const at::Tensor seed = problem.dropout_seed.unsqueeze(-1);
   const at::Tensor columns =
       at::arange(block_begin * kLanes, block_end * kLanes, options).view({block_end - block_begin, kLanes});
-  const at::Tensor rows = at::arange(chunk.row_begin, chunk.row_end, options).view({chunk.rows(), 1, 1});
+  const at::Tensor rows = at::arange(bounds.row_begin, bounds.row_end, options).view({bounds.rows(), 1, 1});
   const at::Tensor head =
       at::arange(heads, options).view({problem.layout.key_heads, problem.layout.group, 1, 1, 1});
   const Counter words = philox({columns, rows, head, batch_index(problem, problem.seed_dims, options)},
                                seed.__and__(kLow32), seed.__rshift__(32).__and__(kLow32));
 
   const at::Tensor draws = at::stack(at::TensorList(words.data(), kWords), -2).flatten(-3);
-  const int64_t skipped = chunk.key_begin - block_begin * kBlockColumns;
+  const int64_t skipped = bounds.key_begin - block_begin * kBlockColumns;
   const auto threshold = static_cast<int64_t>(std::floor(std::ldexp(problem.dropout_p, 32)));
-  const at::Tensor kept = draws.narrow(-1, skipped, chunk.keys()).ge(threshold).to(problem.accumulator);
+  const at::Tensor kept = draws.narrow(-1, skipped, bounds.keys()).ge(threshold).to(problem.accumulator);
   return problem.dropout_p < 1.0 ? kept * (1.0 / (1.0 - problem.dropout_p)) : kept;
 }
 

@@ -7,6 +7,6 @@
 namespace attn_ext {
 
 /// (lead, rows, keys) of the chunk: 0 where the weight is dropped, 1 / (1 - p) where it is kept.
-at::Tensor dropout_multiplier(const Problem& problem, const Chunk& chunk);
+at::Tensor dropout_multiplier(const Problem& problem, const ChunkBounds& bounds);
 
 }  // namespace attn_ext

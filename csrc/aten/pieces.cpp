@@ -3,6 +3,7 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include "contract.h"
 
@@ -46,19 +47,67 @@ at::Tensor RowPieces::join() const {
   return pieces_.size() == 1 ? pieces_.front() : at::cat(pieces_, row_dim_);
 }
 
-void KeySum::add(const at::Tensor& part, const Chunk& chunk) {
+void KeySum::add(const at::Tensor& part, const ChunkBounds& bounds) {
   if (part.defined()) {
-    total_ = plus(total_, pad_keys(part, key_dim_, chunk, key_len_));
+    total_ = plus(total_, pad_keys(part, key_dim_, bounds, key_len_));
   }
 }
 
-at::Tensor pad_keys(const at::Tensor& part, int64_t key_dim, const Chunk& chunk, int64_t key_len) {
-  if (chunk.keys() == key_len) {
+OutputPieces::OutputPieces(const Problem& problem, SideOutputs wanted)
+    : problem_(problem),
+      wanted_(wanted),
+      output_(-2, problem.query_len),
+      lse_(-1, problem.query_len),
+      weights_(-2, problem.query_len),
+      key_mass_(-1, problem.key_len) {}
+
+void OutputPieces::add(const ChunkBounds& bounds, const at::Tensor& values, const at::Tensor& lse,
+                       const at::Tensor& weights) {
+  if (values.defined()) {
+    output_.add(values.to(problem_.dtype).expand(problem_.with_tail({bounds.rows(), problem_.value_dim})));
+  }
+  if (lse.defined()) {
+    lse_.add(lse.expand(problem_.with_tail({bounds.rows()})));
+  }
+  if (wanted_.weights && weights.defined()) {
+    weights_.add(pad_keys(weights.to(problem_.dtype), -1, bounds, problem_.key_len)
+                     .expand(problem_.with_tail({bounds.rows(), problem_.key_len})));
+  }
+  if (wanted_.key_mass && weights.defined()) {
+    key_mass_.add(weights.sum(-2), bounds);
+  }
+}
+
+SdpaOutputs OutputPieces::join(const std::optional<at::TensorOptions>& zeros) const {
+  const auto finish = [&](const at::Tensor& result, std::initializer_list<int64_t> tail,
+                          at::ScalarType dtype) {
+    const Dims shape = problem_.output_shape(tail);
+    if (!result.defined()) {
+      return zeros ? at::zeros(shape, zeros->dtype(dtype)) : result;
+    }
+    return result.to(dtype).reshape(shape).contiguous();
+  };
+  SdpaOutputs outputs;
+  outputs.output = finish(output_.join(), {problem_.query_len, problem_.value_dim}, problem_.dtype);
+  outputs.lse = finish(lse_.join(), {problem_.query_len}, problem_.accumulator);
+  if (wanted_.weights) {
+    outputs.weights = finish(weights_.join(), {problem_.query_len, problem_.key_len}, problem_.dtype);
+  }
+  if (wanted_.key_mass) {
+    const at::Tensor& total = key_mass_.total();
+    outputs.key_mass = finish(total.defined() ? total.expand(problem_.with_tail({problem_.key_len})) : total,
+                              {problem_.key_len}, problem_.dtype);
+  }
+  return outputs;
+}
+
+at::Tensor pad_keys(const at::Tensor& part, int64_t key_dim, const ChunkBounds& bounds, int64_t key_len) {
+  if (bounds.keys() == key_len) {
     return part;
   }
   std::vector<int64_t> pad(-2 * key_dim, 0);
-  pad[pad.size() - 2] = chunk.key_begin;
-  pad[pad.size() - 1] = key_len - chunk.key_end;
+  pad[pad.size() - 2] = bounds.key_begin;
+  pad[pad.size() - 1] = key_len - bounds.key_end;
   return at::constant_pad_nd(part, pad, 0);
 }
 

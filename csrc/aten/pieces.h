@@ -33,7 +33,7 @@ class KeySum {
  public:
   KeySum(int64_t key_dim, int64_t key_len) : key_dim_(key_dim), key_len_(key_len) {}
 
-  void add(const at::Tensor& part, const Chunk& chunk);
+  void add(const at::Tensor& part, const ChunkBounds& bounds);
   const at::Tensor& total() const { return total_; }
 
  private:
@@ -41,8 +41,27 @@ class KeySum {
   at::Tensor total_;
 };
 
+/// The outputs (or their tangents).
+class OutputPieces {
+ public:
+  OutputPieces(const Problem& problem, SideOutputs wanted);
+
+  /// Of a chunk: Pd V (lead, rows, Dv), lse (lead, rows), and Pd (lead, rows, keys), the lead dims broadcast.
+  void add(const ChunkBounds& bounds, const at::Tensor& values, const at::Tensor& lse,
+           const at::Tensor& weights);
+
+  /// In the shapes and dtypes of the outputs; what no chunk added to is undefined, or made of `zeros`.
+  SdpaOutputs join(const std::optional<at::TensorOptions>& zeros = std::nullopt) const;
+
+ private:
+  const Problem& problem_;
+  SideOutputs wanted_;
+  RowPieces output_, lse_, weights_;
+  KeySum key_mass_;
+};
+
 /// (..., keys of the chunk, ...) -> (..., Lk, ...), zero at the other keys.
-at::Tensor pad_keys(const at::Tensor& part, int64_t key_dim, const Chunk& chunk, int64_t key_len);
+at::Tensor pad_keys(const at::Tensor& part, int64_t key_dim, const ChunkBounds& bounds, int64_t key_len);
 
 /// Sum of `tensor` over the dims that are 1 in `shape` (as many dims).
 at::Tensor sum_down_to(const at::Tensor& tensor, at::IntArrayRef shape);

@@ -59,7 +59,7 @@ struct Problem {
 Problem make_problem(const SdpaArgs& args);
 
 /// Rows of the query, and the only keys that the band lets them see.
-struct Chunk {
+struct ChunkBounds {
   int64_t row_begin, row_end, key_begin, key_end;
 
   int64_t rows() const { return row_end - row_begin; }
@@ -80,7 +80,7 @@ void for_each_chunk(const Problem& problem, Function function) {
     if (key_begin >= key_end) {
       key_begin = key_end = 0;
     }
-    function(Chunk{begin, end, key_begin, key_end});
+    function(ChunkBounds{begin, end, key_begin, key_end});
   }
 }
 

@@ -3,10 +3,10 @@
 #include <ATen/TensorOperators.h>
 
 #include "../cpu/fork.h"
-#include "backward_tile.h"
+#include "backward_chunk.h"
+#include "chunk.h"
 #include "contract.h"
 #include "pieces.h"
-#include "tile.h"
 
 namespace attn_ext {
 
@@ -38,35 +38,36 @@ Direction canonical_direction(const Problem& problem, const SdpaInputs& directio
   return canonical;
 }
 
-Direction narrow_direction(const Problem& problem, const Direction& direction, const Chunk& chunk) {
+Direction narrow_direction(const Problem& problem, const Direction& direction, const ChunkBounds& bounds) {
   Direction narrowed;
   if (direction.query.defined()) {
-    narrowed.query = direction.query.narrow(-2, chunk.row_begin, chunk.rows()).to(problem.accumulator);
+    narrowed.query = direction.query.narrow(-2, bounds.row_begin, bounds.rows()).to(problem.accumulator);
   }
   if (direction.key.defined()) {
-    narrowed.key = direction.key.narrow(-2, chunk.key_begin, chunk.keys());
+    narrowed.key = direction.key.narrow(-2, bounds.key_begin, bounds.keys());
   }
   if (direction.value.defined()) {
-    narrowed.value = direction.value.narrow(-2, chunk.key_begin, chunk.keys());
+    narrowed.value = direction.value.narrow(-2, bounds.key_begin, bounds.keys());
   }
   if (direction.attn_mask.defined()) {
-    narrowed.attn_mask = narrow_keys(narrow_rows(direction.attn_mask, chunk), chunk).to(problem.accumulator);
+    narrowed.attn_mask =
+        narrow_keys(narrow_rows(direction.attn_mask, bounds), bounds).to(problem.accumulator);
   }
   narrowed.sinks = direction.sinks;
   return narrowed;
 }
 
-/// The tile's tangent; ' marks tangents.
+/// The chunk's tangent; ' marks tangents.
 ///   (scale · Q Kᵀ)' = scale (Q' Kᵀ + Q K'ᵀ)     lse' = rowsum(P ∘ S') + Psink sink'
 ///   P' = P ∘ (S' - lse')                         Psink' = Psink (sink' - lse')
-struct TileTangent {
+struct ChunkTangent {
   at::Tensor capped;        // after softcap (lead, rows, keys)
   at::Tensor weights;       // P' (lead, rows, keys)
   at::Tensor lse;           // (lead, rows, 1)
   at::Tensor sink_weights;  // (lead, rows, 1)
 
-  at::Tensor applied_weights(const Tile& tile) const {
-    return tile.multiplier.defined() ? times(weights, tile.multiplier) : weights;
+  at::Tensor applied_weights(const Chunk& chunk) const {
+    return chunk.multiplier.defined() ? times(weights, chunk.multiplier) : weights;
   }
 };
 
@@ -74,63 +75,56 @@ at::Tensor column(const at::Tensor& rows) {
   return rows.defined() ? rows.unsqueeze(-1) : rows;
 }
 
-TileTangent tile_tangent(const Problem& problem, const Tile& tile, const Direction& along) {
+ChunkTangent chunk_tangent(const Problem& problem, const Chunk& chunk, const Direction& along) {
   const auto scores_of = [&](const at::Tensor& query, const at::Tensor& key) {
     return query.defined() && key.defined()
                ? contract(query * problem.scale, "QD", key, "KD", "QK", broadcast_lead(query, key))
                : at::Tensor();
   };
-  TileTangent tangent;
-  tangent.capped = plus(scores_of(along.query, tile.key), scores_of(tile.query, along.key));
-  if (tile.capped.defined()) {
-    tangent.capped = times(tangent.capped, tile.softcap_slope(problem.softcap));
+  ChunkTangent tangent;
+  tangent.capped = plus(scores_of(along.query, chunk.key), scores_of(chunk.query, along.key));
+  if (chunk.capped.defined()) {
+    tangent.capped = times(tangent.capped, chunk.softcap_slope(problem.softcap));
   }
-  tangent.capped = tile.only_visible(tangent.capped);
-  const at::Tensor scores = tile.only_visible(plus(tangent.capped, along.attn_mask));
+  tangent.capped = chunk.only_visible(tangent.capped);
+  const at::Tensor scores = chunk.only_visible(plus(tangent.capped, along.attn_mask));
   const at::Tensor sinks = along.sinks.defined() ? along.sinks.unsqueeze(-1).unsqueeze(-1) : at::Tensor();
   if (scores.defined()) {
-    tangent.lse = (tile.weights * scores).sum(-1, /*keepdim=*/true);
+    tangent.lse = (chunk.weights * scores).sum(-1, /*keepdim=*/true);
   }
-  tangent.lse = plus(tangent.lse, times(column(tile.sink_weights), sinks));
-  tangent.weights = tile.only_visible(times(tile.weights, minus(scores, tangent.lse)));
-  tangent.sink_weights = times(column(tile.sink_weights), minus(sinks, tangent.lse));
+  tangent.lse = plus(tangent.lse, times(column(chunk.sink_weights), sinks));
+  tangent.weights = chunk.only_visible(times(chunk.weights, minus(scores, tangent.lse)));
+  tangent.sink_weights = times(column(chunk.sink_weights), minus(sinks, tangent.lse));
   return tangent;
 }
 
-/// Pd V, with what is masked in V kept out.
-at::Tensor values(const Tile& tile, const at::Tensor& weights, const at::Tensor& value) {
-  return weights.defined() && value.defined() ? contract_visible(weights, "QK", tile.visible, value, "KD",
-                                                                 "QD", broadcast_lead(weights, value))
-                                              : at::Tensor();
-}
-
 /// The tangents of dP, delta, dS and of dS before softcap, as in ScoreGrads.
-ScoreGrads score_grad_tangents(const Problem& problem, const Tile& tile, const TileTangent& tangent,
+ScoreGrads score_grad_tangents(const Problem& problem, const Chunk& chunk, const ChunkTangent& tangent,
                                const OutputGrads& grads, const OutputGrads& grad_tangents,
                                const Direction& along, const ScoreGrads& scores) {
   ScoreGrads result;
   const OutputGrads output_only{grads.output, {}, {}, {}};
   result.probabilities =
-      plus(applied_weights_grad(tile.value, grad_tangents), applied_weights_grad(along.value, output_only));
-  if (tile.multiplier.defined()) {
-    result.probabilities = times(result.probabilities, tile.multiplier);
+      plus(applied_weights_grad(chunk.value, grad_tangents), applied_weights_grad(along.value, output_only));
+  if (chunk.multiplier.defined()) {
+    result.probabilities = times(result.probabilities, chunk.multiplier);
   }
-  result.probabilities = tile.only_visible(result.probabilities);
+  result.probabilities = chunk.only_visible(result.probabilities);
   const at::Tensor delta_terms =
-      plus(times(tangent.weights, scores.probabilities), times(tile.weights, result.probabilities));
+      plus(times(tangent.weights, scores.probabilities), times(chunk.weights, result.probabilities));
   if (delta_terms.defined()) {
     result.delta = delta_terms.sum(-1, /*keepdim=*/true);
   }
   result.centred = plus(result.probabilities, row_grads(result.delta, grad_tangents));
   result.scores =
-      tile.only_visible(plus(times(tangent.weights, scores.centred), times(tile.weights, result.centred)));
+      chunk.only_visible(plus(times(tangent.weights, scores.centred), times(chunk.weights, result.centred)));
   result.products = result.scores;
-  if (tile.capped.defined()) {
+  if (chunk.capped.defined()) {
     // slope' = -2 capped capped' / softcap²
     const at::Tensor slope_tangent =
-        times(tile.capped * (-2.0 / (problem.softcap * problem.softcap)), tangent.capped);
-    result.products = tile.only_visible(
-        plus(times(result.scores, tile.softcap_slope(problem.softcap)), times(scores.scores, slope_tangent)));
+        times(chunk.capped * (-2.0 / (problem.softcap * problem.softcap)), tangent.capped);
+    result.products = chunk.only_visible(plus(times(result.scores, chunk.softcap_slope(problem.softcap)),
+                                              times(scores.scores, slope_tangent)));
   }
   return result;
 }
@@ -141,40 +135,17 @@ SdpaOutputs forward_tangents(const SdpaArgs& args, const SdpaInputs& direction, 
   const cpu::OneThreadInForkedChild guard;
   const Problem problem = make_problem(args);
   const Direction canonical = canonical_direction(problem, direction);
-  RowPieces output(-2, problem.query_len), lse(-1, problem.query_len), weights(-2, problem.query_len);
-  KeySum key_mass(-1, problem.key_len);
-  for_each_chunk(problem, [&](const Chunk& chunk) {
-    const Tile tile = make_tile(problem, chunk);
-    const Direction along = narrow_direction(problem, canonical, chunk);
-    const TileTangent tangent = tile_tangent(problem, tile, along);
-    const at::Tensor applied = tangent.applied_weights(tile);
-    const at::Tensor values_tangent =
-        plus(values(tile, applied, tile.value), values(tile, tile.applied_weights(), along.value));
-    if (values_tangent.defined()) {
-      output.add(
-          values_tangent.to(problem.dtype).expand(problem.with_tail({chunk.rows(), problem.value_dim})));
-    }
-    if (tangent.lse.defined()) {
-      lse.add(tangent.lse.squeeze(-1).expand(problem.with_tail({chunk.rows()})));
-    }
-    if (wanted.weights && applied.defined()) {
-      weights.add(pad_keys(applied.to(problem.dtype), -1, chunk, problem.key_len)
-                      .expand(problem.with_tail({chunk.rows(), problem.key_len})));
-    }
-    if (wanted.key_mass && applied.defined()) {
-      key_mass.add(applied.sum(-2), chunk);
-    }
+  OutputPieces outputs(problem, wanted);
+  for_each_chunk(problem, [&](const ChunkBounds& bounds) {
+    const Chunk chunk = make_chunk(problem, bounds);
+    const Direction along = narrow_direction(problem, canonical, bounds);
+    const ChunkTangent tangent = chunk_tangent(problem, chunk, along);
+    const at::Tensor applied = tangent.applied_weights(chunk);
+    const at::Tensor values = plus(weighted_values(chunk, applied, chunk.value),
+                                   weighted_values(chunk, chunk.applied_weights(), along.value));
+    outputs.add(bounds, values, tangent.lse.defined() ? tangent.lse.squeeze(-1) : tangent.lse, applied);
   });
-  const auto finish = [&](const at::Tensor& result, std::initializer_list<int64_t> tail,
-                          at::ScalarType dtype) {
-    return result.defined() ? result.to(dtype).reshape(problem.output_shape(tail)).contiguous() : result;
-  };
-  const at::Tensor& mass = key_mass.total();
-  return {finish(output.join(), {problem.query_len, problem.value_dim}, problem.dtype),
-          finish(lse.join(), {problem.query_len}, problem.accumulator),
-          finish(weights.join(), {problem.query_len, problem.key_len}, problem.dtype),
-          finish(mass.defined() ? mass.expand(problem.with_tail({problem.key_len})) : mass, {problem.key_len},
-                 problem.dtype)};
+  return outputs.join();
 }
 
 SdpaInputs backward_tangents(const SdpaOutputs& grads, const SdpaArgs& args, const SdpaOutputs& grad_tangents,
@@ -184,40 +155,36 @@ SdpaInputs backward_tangents(const SdpaOutputs& grads, const SdpaArgs& args, con
   const Direction canonical = canonical_direction(problem, direction);
   const OutputGrads all_grads = canonical_grads(problem, grads);
   const OutputGrads all_grad_tangents = canonical_grads(problem, grad_tangents);
-  const Dims query_lead = lead_of(problem.query, 2), key_lead = lead_of(problem.key, 2),
-             value_lead = lead_of(problem.value, 2);
   GradientSums sums(problem, wanted);
-  for_each_chunk(problem, [&](const Chunk& chunk) {
-    const Tile tile = make_tile(problem, chunk);
-    const Direction along = narrow_direction(problem, canonical, chunk);
-    const TileTangent tangent = tile_tangent(problem, tile, along);
-    const OutputGrads incoming = narrow_grads(problem, all_grads, chunk);
-    const OutputGrads incoming_tangents = narrow_grads(problem, all_grad_tangents, chunk);
-    const ScoreGrads scores = score_grads(problem, tile, incoming);
+  for_each_chunk(problem, [&](const ChunkBounds& bounds) {
+    const Chunk chunk = make_chunk(problem, bounds);
+    const Direction along = narrow_direction(problem, canonical, bounds);
+    const ChunkTangent tangent = chunk_tangent(problem, chunk, along);
+    const OutputGrads incoming = narrow_grads(problem, all_grads, bounds);
+    const OutputGrads incoming_tangents = narrow_grads(problem, all_grad_tangents, bounds);
+    const ScoreGrads scores = score_grads(problem, chunk, incoming);
     const ScoreGrads dot =
-        score_grad_tangents(problem, tile, tangent, incoming, incoming_tangents, along, scores);
+        score_grad_tangents(problem, chunk, tangent, incoming, incoming_tangents, along, scores);
     if (wanted.query) {
-      sums.add_query(
-          plus(score_product(tile, dot.products, tile.key, "KD", "QD", query_lead, problem.scale),
-               score_product(tile, scores.products, along.key, "KD", "QD", query_lead, problem.scale)));
+      sums.add_query(plus(query_grad(problem, chunk, dot.products, chunk.key),
+                          query_grad(problem, chunk, scores.products, along.key)));
     }
     if (wanted.key) {
-      sums.add_key(
-          plus(score_product(tile, dot.products, tile.query, "QD", "KD", key_lead, problem.scale),
-               score_product(tile, scores.products, along.query, "QD", "KD", key_lead, problem.scale)),
-          chunk);
+      sums.add_key(plus(key_grad(problem, chunk, dot.products, chunk.query),
+                        key_grad(problem, chunk, scores.products, along.query)),
+                   bounds);
     }
     if (wanted.value) {
-      sums.add_value(plus(value_grad(tile, tangent.applied_weights(tile), incoming.output, value_lead),
-                          value_grad(tile, tile.applied_weights(), incoming_tangents.output, value_lead)),
-                     chunk);
+      sums.add_value(plus(value_grad(problem, chunk, tangent.applied_weights(chunk), incoming.output),
+                          value_grad(problem, chunk, chunk.applied_weights(), incoming_tangents.output)),
+                     bounds);
     }
     if (wanted.attn_mask) {
-      sums.add_scores(dot.scores, chunk);
+      sums.add_scores(dot.scores, bounds);
     }
     if (wanted.sinks) {
       sums.add_sinks(plus(times(tangent.sink_weights, row_grads(scores.delta, incoming)),
-                          times(column(tile.sink_weights), row_grads(dot.delta, incoming_tangents))));
+                          times(column(chunk.sink_weights), row_grads(dot.delta, incoming_tangents))));
     }
   });
   return sums.finish(args);

@@ -63,20 +63,19 @@ class SavedArgs {
   SavedVariable query_, key_, value_, attn_mask_, sinks_, dropout_seed_;
 };
 
-/// The inputs' tangents, undefined where there is none.
+/// Undefined where there is none.
+at::Tensor tangent_of(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor._fw_grad(/*level=*/0) : at::Tensor();
+}
+
 SdpaInputs tangents_of(const SdpaArgs& args) {
-  const auto tangent = [](const at::Tensor& tensor) {
-    return tensor.defined() ? tensor._fw_grad(/*level=*/0) : at::Tensor();
-  };
-  return {tangent(args.query), tangent(args.key), tangent(args.value), tangent(args.attn_mask),
-          tangent(args.sinks)};
+  return {tangent_of(args.query), tangent_of(args.key), tangent_of(args.value), tangent_of(args.attn_mask),
+          tangent_of(args.sinks)};
 }
 
 SdpaOutputs tangents_of(const SdpaOutputs& grads) {
-  const auto tangent = [](const at::Tensor& tensor) {
-    return tensor.defined() ? tensor._fw_grad(/*level=*/0) : at::Tensor();
-  };
-  return {tangent(grads.output), tangent(grads.lse), tangent(grads.weights), tangent(grads.key_mass)};
+  return {tangent_of(grads.output), tangent_of(grads.lse), tangent_of(grads.weights),
+          tangent_of(grads.key_mass)};
 }
 
 at::Tensor primal_of(const at::Tensor& tensor) {

@@ -4,9 +4,13 @@
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <attn_ext/attn_ext.h>
-#include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <array>
+
+#include "../args.h"
 
 namespace attn_ext {
 
@@ -61,20 +65,32 @@ PyObject* wrap(const std::tuple<at::Tensor, at::Tensor>& pair) {
   return both;
 }
 
+constexpr size_t kPositional = 6;  // query to is_causal; what follows is given by keyword
+constexpr size_t kKeywords = Unboxed<PublicCall>::kArguments - kPositional;
+
+/// Of the keywords in the schema's order. Interned, as names in Python's code are: the same name is the same
+/// object.
+std::array<PyObject*, kKeywords> keywords;
+
+bool are_keywords(PyObject* names) {
+  return names != nullptr && PyTuple_GET_SIZE(names) == std::ssize(keywords) &&
+         std::equal(keywords.begin(), keywords.end(), &PyTuple_GET_ITEM(names, 0));
+}
+
+/// `op_of_torch` takes over where an argument is not of the very type that the schema names, or a torch
+/// function mode is active: it knows what to do or what to say.
 template <auto op>
-PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+PyObject* call(PyObject* op_of_torch, PyObject* const* arguments, Py_ssize_t positional, PyObject* names) {
   HANDLE_TH_ERRORS
   at::Tensor query, key, value;
   SdpaOptions options;
-  const bool plain = count == 13 && !at::impl::torch_function_mode_enabled() && read(arguments[0], query) &&
-                     read(arguments[1], key) && read(arguments[2], value) &&
-                     read(arguments[3], options.attn_mask) && read(arguments[4], options.dropout_p) &&
-                     read(arguments[5], options.is_causal) && read(arguments[6], options.scale) &&
-                     read(arguments[7], options.enable_gqa) && read(arguments[8], options.window_left) &&
-                     read(arguments[9], options.window_right) && read(arguments[10], options.query_offset) &&
-                     read(arguments[11], options.softcap) && read(arguments[12], options.sinks);
+  PyObject* const* next = arguments;
+  const auto read_all = [&](auto&... argument) { return (read(*next++, argument) && ...); };
+  const bool plain = positional == kPositional && are_keywords(names) &&
+                     !at::impl::torch_function_mode_enabled() &&
+                     std::apply(read_all, std::tuple_cat(fields(query, key, value), options_of(options)));
   if (!plain) {
-    Py_RETURN_NOTIMPLEMENTED;
+    return PyObject_Vectorcall(op_of_torch, arguments, positional, names);
   }
   const auto result = [&] {
     const pybind11::gil_scoped_release no_gil;
@@ -85,16 +101,28 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 }
 
 template <auto op>
-PyCFunction fast_call() {
-  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call<op>));
+PyMethodDef method(const char* name) {
+  const auto function = reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call<op>));
+  return {name, function, METH_FASTCALL | METH_KEYWORDS, nullptr};
 }
+
+PyMethodDef methods[] = {method<&sdpa>("sdpa"), method<&sdpa_with_weights>("sdpa_with_weights"),
+                         method<&sdpa_with_lse>("sdpa_with_lse"),
+                         method<&sdpa_with_key_mass>("sdpa_with_key_mass")};
 
 }  // namespace
 
-PyMethodDef kCalls[] = {{"sdpa", fast_call<&sdpa>(), METH_FASTCALL, nullptr},
-                        {"sdpa_with_weights", fast_call<&sdpa_with_weights>(), METH_FASTCALL, nullptr},
-                        {"sdpa_with_lse", fast_call<&sdpa_with_lse>(), METH_FASTCALL, nullptr},
-                        {"sdpa_with_key_mass", fast_call<&sdpa_with_key_mass>(), METH_FASTCALL, nullptr},
-                        {nullptr, nullptr, 0, nullptr}};
+void add_calls(pybind11::module_& module) {
+  const auto& schema = c10::Dispatcher::singleton().findSchemaOrThrow("attn_ext::sdpa", "").schema();
+  for (size_t i = 0; i < kKeywords; ++i) {
+    keywords[i] = PyUnicode_InternFromString(schema.arguments()[kPositional + i].name().c_str());
+  }
+  const pybind11::object ops = pybind11::module_::import("torch").attr("ops").attr("attn_ext");
+  for (PyMethodDef& method : methods) {
+    const pybind11::object op_of_torch = ops.attr(method.ml_name);
+    module.attr(method.ml_name) = pybind11::reinterpret_steal<pybind11::object>(
+        PyCFunction_NewEx(&method, op_of_torch.ptr(), module.attr("__name__").ptr()));
+  }
+}
 
 }  // namespace attn_ext

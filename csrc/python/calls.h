@@ -1,13 +1,13 @@
-// The public ops as functions that Python calls with every argument by position.
+// The public ops as functions that Python calls with less to unpack than torch.ops has.
 #pragma once
 
-#include <torch/csrc/python_headers.h>
+#include <pybind11/pybind11.h>
 
 namespace attn_ext {
 
-/// sdpa, sdpa_with_weights, sdpa_with_lse, sdpa_with_key_mass. They return NotImplemented where an argument
-/// is not of the very type that the schema names, or a torch function mode is active: such calls are for
-/// torch.ops, which knows what to do or what to say.
-extern PyMethodDef kCalls[];
+/// Adds sdpa, sdpa_with_weights, sdpa_with_lse, sdpa_with_key_mass. Each is the op of its name in torch.ops,
+/// and quick where the six first arguments are given by position, and all others by keyword in the schema's
+/// order.
+void add_calls(pybind11::module_& module);
 
 }  // namespace attn_ext

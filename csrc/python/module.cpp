@@ -3,7 +3,6 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "../capability.h"
-#include "../cpu/peak.h"
 #include "../explain.h"
 #include "calls.h"
 
@@ -11,18 +10,8 @@ namespace py = pybind11;
 
 namespace {
 
-std::optional<c10::SymInt> sym_int(std::optional<int64_t> value) {
-  return value ? std::optional<c10::SymInt>(*value) : std::nullopt;
-}
-
-py::dict explain(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                 const attn_ext::OptionalTensor& attn_mask, double dropout_p, bool is_causal,
-                 std::optional<double> scale, bool enable_gqa, std::optional<int64_t> window_left,
-                 std::optional<int64_t> window_right, int64_t query_offset, double softcap,
-                 const attn_ext::OptionalTensor& sinks) {
-  const attn_ext::Explanation explanation = attn_ext::public_kernel<&attn_ext::explain>(
-      query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, sym_int(window_left),
-      sym_int(window_right), query_offset, softcap, sinks);
+py::dict explain(const attn_ext::SdpaArgs& args) {
+  const attn_ext::Explanation explanation = attn_ext::explain(args);
   py::dict fields;
   fields["path"] = explanation.path;
   fields["capability"] = explanation.capability;
@@ -34,22 +23,19 @@ py::dict explain(const at::Tensor& query, const at::Tensor& key, const at::Tenso
   return fields;
 }
 
+/// explain with the arguments of `sdpa`, by position; errors call them by their names.
+template <size_t... argument>
+void add_explain(py::module_& m, std::index_sequence<argument...>) {
+  const auto& schema = c10::Dispatcher::singleton().findSchemaOrThrow("attn_ext::sdpa", "").schema();
+  m.def("explain", attn_ext::public_kernel<&explain>,
+        py::arg(schema.arguments()[argument].name().c_str())...);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-  if (PyModule_AddFunctions(m.ptr(), attn_ext::kCalls) != 0) {
-    throw py::error_already_set();
-  }
+  attn_ext::add_calls(m);
   m.def("cpu_capability", &attn_ext::cpu_capability);
   m.def("available_cpu_capabilities", &attn_ext::available_cpu_capabilities);
-  m.def("measure_multiply_add_peak", &attn_ext::measure_multiply_add_peak, py::arg("capability"),
-        py::arg("bfloat16"), py::arg("threads"), py::arg("seconds"),
-        py::call_guard<py::gil_scoped_release>());
-  m.def("measure_read_rate", &attn_ext::measure_read_rate, py::arg("threads"), py::arg("seconds"),
-        py::call_guard<py::gil_scoped_release>());
-  m.def("explain", &explain, py::arg("query"), py::arg("key"), py::arg("value"),
-        py::arg("attn_mask") = py::none(), py::arg("dropout_p") = 0.0, py::arg("is_causal") = false,
-        py::kw_only(), py::arg("scale") = py::none(), py::arg("enable_gqa") = false,
-        py::arg("window_left") = py::none(), py::arg("window_right") = py::none(),
-        py::arg("query_offset") = 0, py::arg("softcap") = 0.0, py::arg("sinks") = py::none());
+  add_explain(m, std::make_index_sequence<attn_ext::Unboxed<attn_ext::PublicCall>::kArguments>());
 }

@@ -1,7 +1,8 @@
+// What this machine can do at best: the limits that `attn-ext bench` holds a measured time against. A library
+// of its own, which needs neither torch nor Python; attn_ext/benchmark/machine.py loads it.
+//
 // The loops carry their instruction set as an attribute instead of being compiled once for each: there is
 // nothing in them but registers.
-
-#include "peak.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -13,10 +14,9 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <string_view>
 #include <thread>
 #include <vector>
-
-namespace attn_ext {
 
 namespace {
 
@@ -110,7 +110,7 @@ __attribute__((target("avx512f,avx512bf16"))) float bfloat16_loop(int64_t rounds
   return _mm512_cvtss_f32(sums[0]);
 }
 
-Loop choose_loop(const std::string& capability, bool bfloat16) {
+Loop choose_loop(std::string_view capability, bool bfloat16) {
   const bool any = capability == "aten";
   const bool avx512_bf16 = (any && __builtin_cpu_supports("avx512bf16")) || capability == "avx512_bf16";
   if (avx512_bf16 && bfloat16) {
@@ -127,7 +127,7 @@ Loop choose_loop(const std::string& capability, bool bfloat16) {
 
 #else
 
-Loop choose_loop(const std::string&, bool) {
+Loop choose_loop(std::string_view, bool) {
   return kPlain;
 }
 
@@ -190,7 +190,14 @@ uint64_t read_words(const Words* words, int64_t count) {
 
 }  // namespace
 
-double measure_multiply_add_peak(const std::string& capability, bool bfloat16, int threads, double seconds) {
+extern "C" {
+
+/// Floating-point operations a second of multiply-adds from registers, the best of `seconds` of trying on so
+/// many threads. With `bfloat16` the dot products of the instruction set, or its float32 multiply-adds where
+/// it has none. `capability` names the set as ATTN_EXT_CPU_CAPABILITY does; "aten" stands for the best of the
+/// machine.
+__attribute__((visibility("default"))) double multiply_add_peak(const char* capability, bool bfloat16,
+                                                                int threads, double seconds) {
   const Loop loop = choose_loop(capability, bfloat16);
   // Some milliseconds: long beside the start of a thread, short enough for some rounds to go undisturbed.
   constexpr int64_t kRounds = 1 << 19;
@@ -200,7 +207,8 @@ double measure_multiply_add_peak(const std::string& capability, bool bfloat16, i
   return threads * kRounds * loop.flops_per_round / time;
 }
 
-double measure_read_rate(int threads, double seconds) {
+/// Bytes a second that so many threads together read from memory, the best of `seconds` of trying.
+__attribute__((visibility("default"))) double read_rate(int threads, double seconds) {
   constexpr int64_t kBytes = int64_t{256} << 20;  // far more than any cache holds
   const int64_t share = kBytes / threads / static_cast<int64_t>(sizeof(Words));
   std::vector<std::unique_ptr<Words[]>> shares(threads);
@@ -214,4 +222,4 @@ double measure_read_rate(int threads, double seconds) {
   return static_cast<double>(threads * share) * sizeof(Words) / time;
 }
 
-}  // namespace attn_ext
+}  // extern "C"

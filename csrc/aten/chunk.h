@@ -7,8 +7,8 @@ namespace attn_ext {
 
 /// S = softcap(scale · Q Kᵀ) + bias over what is visible;  P = exp(S - lse), lse = log(sum_j exp S + exp
 /// sink).
-struct Tile {
-  Chunk chunk;
+struct Chunk {
+  ChunkBounds bounds;
   at::Tensor query;         // (lead, rows, D)
   at::Tensor key, value;    // (lead, keys, D), (lead, keys, Dv)
   at::Tensor capped;        // softcap(scale · Q Kᵀ) (lead, rows, keys); undefined without softcap
@@ -27,9 +27,12 @@ struct Tile {
 };
 
 /// Rows of a (lead, Lq or 1, columns) tensor, keys of a (lead, rows, Lk or 1) tensor: broadcast dims stay 1.
-at::Tensor narrow_rows(const at::Tensor& tensor, const Chunk& chunk);
-at::Tensor narrow_keys(const at::Tensor& tensor, const Chunk& chunk, int64_t dim = -1);
+at::Tensor narrow_rows(const at::Tensor& tensor, const ChunkBounds& bounds);
+at::Tensor narrow_keys(const at::Tensor& tensor, const ChunkBounds& bounds, int64_t dim = -1);
 
-Tile make_tile(const Problem& problem, const Chunk& chunk);
+/// Pd V (lead, rows, Dv), with what is masked in V kept out; undefined where a factor is.
+at::Tensor weighted_values(const Chunk& chunk, const at::Tensor& weights, const at::Tensor& value);
+
+Chunk make_chunk(const Problem& problem, const ChunkBounds& bounds);
 
 }  // namespace attn_ext

@@ -5,9 +5,9 @@
 //   dQ = scale · dS K             dK = scale · dSᵀ Q                  dV = Pdᵀ dO          dbias = dS
 #pragma once
 
+#include "chunk.h"
 #include "contract.h"
 #include "pieces.h"
-#include "tile.h"
 
 namespace attn_ext {
 
@@ -21,7 +21,7 @@ struct OutputGrads {
 };
 
 OutputGrads canonical_grads(const Problem& problem, const SdpaOutputs& grads);
-OutputGrads narrow_grads(const Problem& problem, const OutputGrads& grads, const Chunk& chunk);
+OutputGrads narrow_grads(const Problem& problem, const OutputGrads& grads, const ChunkBounds& bounds);
 
 struct ScoreGrads {
   at::Tensor probabilities;  // dP (lead, rows, keys), 0 where not visible
@@ -34,15 +34,20 @@ struct ScoreGrads {
 /// dPd = dO Vᵀ + dW + dMass, before dropout and visibility.
 at::Tensor applied_weights_grad(const at::Tensor& value, const OutputGrads& grads);
 
-ScoreGrads score_grads(const Problem& problem, const Tile& tile, const OutputGrads& grads);
+ScoreGrads score_grads(const Problem& problem, const Chunk& chunk, const OutputGrads& grads);
 
-/// scale · dS K or scale · dSᵀ Q, undefined where a factor is. A NaN that is visible is in dS already, so
-/// none is taken from `factor`, where it may be masked.
-at::Tensor score_product(const Tile& tile, const at::Tensor& scores, const at::Tensor& factor,
-                         Letters factor_dims, Letters out_dims, const Dims& lead, double scale);
+// The gradients of one chunk, undefined where a factor is. A NaN that is visible is in dS already, so none is
+// taken from key or query, where it may be masked.
 
-/// Pdᵀ dO, undefined where a factor is.
-at::Tensor value_grad(const Tile& tile, const at::Tensor& weights, const at::Tensor& grad, const Dims& lead);
+/// scale · dS K
+at::Tensor query_grad(const Problem& problem, const Chunk& chunk, const at::Tensor& scores,
+                      const at::Tensor& key);
+/// scale · dSᵀ Q
+at::Tensor key_grad(const Problem& problem, const Chunk& chunk, const at::Tensor& scores,
+                    const at::Tensor& query);
+/// Pdᵀ dO
+at::Tensor value_grad(const Problem& problem, const Chunk& chunk, const at::Tensor& weights,
+                      const at::Tensor& grad);
 
 /// -(delta) + dLse a row (lead, rows, 1), of which both dS and the gradient of the sinks are made.
 at::Tensor row_grads(const at::Tensor& delta, const OutputGrads& grads);
@@ -53,10 +58,10 @@ class GradientSums {
   GradientSums(const Problem& problem, InputMask wanted);
 
   void add_query(const at::Tensor& grad) { query_.add(grad); }
-  void add_key(const at::Tensor& grad, const Chunk& chunk) { key_.add(grad, chunk); }
-  void add_value(const at::Tensor& grad, const Chunk& chunk) { value_.add(grad, chunk); }
+  void add_key(const at::Tensor& grad, const ChunkBounds& bounds) { key_.add(grad, bounds); }
+  void add_value(const at::Tensor& grad, const ChunkBounds& bounds) { value_.add(grad, bounds); }
   /// Of dS (lead, rows, keys): summed to the mask's own shape.
-  void add_scores(const at::Tensor& grad, const Chunk& chunk);
+  void add_scores(const at::Tensor& grad, const ChunkBounds& bounds);
   /// (lead, rows, 1): the sink's weight times the row's gradient.
   void add_sinks(const at::Tensor& grad);
 
@@ -70,7 +75,5 @@ class GradientSums {
   KeySum key_, value_;
   at::Tensor mask_sum_, sinks_;
 };
-
-Dims lead_of(const at::Tensor& canonical, int64_t tail_dims);
 
 }  // namespace attn_ext

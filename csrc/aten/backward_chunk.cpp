@@ -1,4 +1,4 @@
-#include "backward_tile.h"
+#include "backward_chunk.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/zeros.h>
@@ -7,9 +7,23 @@
 
 namespace attn_ext {
 
-Dims lead_of(const at::Tensor& canonical, int64_t tail_dims) {
-  return Dims(canonical.sizes().begin(), canonical.sizes().end() - tail_dims);
+namespace {
+
+/// Of a (lead, rows, columns) tensor.
+Dims lead_of(const at::Tensor& canonical) {
+  return Dims(canonical.sizes().begin(), canonical.sizes().end() - 2);
 }
+
+at::Tensor score_product(const Chunk& chunk, const at::Tensor& scores, const at::Tensor& factor,
+                         Letters factor_dims, Letters out_dims, const Dims& lead, double scale) {
+  if (!scores.defined() || !factor.defined()) {
+    return {};
+  }
+  const at::Tensor safe = chunk.visible.defined() ? finite_or_zero(factor) : factor;
+  return contract(scores, "QK", safe, factor_dims, out_dims, lead) * scale;
+}
+
+}  // namespace
 
 OutputGrads canonical_grads(const Problem& problem, const SdpaOutputs& grads) {
   const auto canonical = [&](const at::Tensor& grad, int64_t tail_dims) {
@@ -19,22 +33,22 @@ OutputGrads canonical_grads(const Problem& problem, const SdpaOutputs& grads) {
           canonical(grads.key_mass, 1)};
 }
 
-OutputGrads narrow_grads(const Problem& problem, const OutputGrads& grads, const Chunk& chunk) {
+OutputGrads narrow_grads(const Problem& problem, const OutputGrads& grads, const ChunkBounds& bounds) {
   OutputGrads narrowed;
   const auto dtype = problem.accumulator;
   if (grads.output.defined()) {
-    narrowed.output = grads.output.narrow(-2, chunk.row_begin, chunk.rows()).to(dtype);
+    narrowed.output = grads.output.narrow(-2, bounds.row_begin, bounds.rows()).to(dtype);
   }
   if (grads.lse.defined()) {
-    narrowed.lse = grads.lse.narrow(-1, chunk.row_begin, chunk.rows()).to(dtype);
+    narrowed.lse = grads.lse.narrow(-1, bounds.row_begin, bounds.rows()).to(dtype);
   }
   if (grads.weights.defined()) {
-    narrowed.weights = grads.weights.narrow(-2, chunk.row_begin, chunk.rows())
-                           .narrow(-1, chunk.key_begin, chunk.keys())
+    narrowed.weights = grads.weights.narrow(-2, bounds.row_begin, bounds.rows())
+                           .narrow(-1, bounds.key_begin, bounds.keys())
                            .to(dtype);
   }
   if (grads.key_mass.defined()) {
-    narrowed.key_mass = grads.key_mass.narrow(-1, chunk.key_begin, chunk.keys()).to(dtype);
+    narrowed.key_mass = grads.key_mass.narrow(-1, bounds.key_begin, bounds.keys()).to(dtype);
   }
   return narrowed;
 }
@@ -52,35 +66,37 @@ at::Tensor row_grads(const at::Tensor& delta, const OutputGrads& grads) {
   return minus(grads.lse.defined() ? grads.lse.unsqueeze(-1) : at::Tensor(), delta);
 }
 
-ScoreGrads score_grads(const Problem& problem, const Tile& tile, const OutputGrads& grads) {
+ScoreGrads score_grads(const Problem& problem, const Chunk& chunk, const OutputGrads& grads) {
   ScoreGrads result;
-  result.probabilities = applied_weights_grad(tile.value, grads);
-  if (tile.multiplier.defined()) {
-    result.probabilities = times(result.probabilities, tile.multiplier);
+  result.probabilities = applied_weights_grad(chunk.value, grads);
+  if (chunk.multiplier.defined()) {
+    result.probabilities = times(result.probabilities, chunk.multiplier);
   }
-  result.probabilities = tile.only_visible(result.probabilities);
+  result.probabilities = chunk.only_visible(result.probabilities);
   if (result.probabilities.defined()) {
-    result.delta = (tile.weights * result.probabilities).sum(-1, /*keepdim=*/true);
+    result.delta = (chunk.weights * result.probabilities).sum(-1, /*keepdim=*/true);
   }
   result.centred = plus(result.probabilities, row_grads(result.delta, grads));
-  result.scores = tile.only_visible(times(tile.weights, result.centred));
-  const at::Tensor slope = tile.softcap_slope(problem.softcap);
-  result.products = slope.defined() ? tile.only_visible(times(result.scores, slope)) : result.scores;
+  result.scores = chunk.only_visible(times(chunk.weights, result.centred));
+  const at::Tensor slope = chunk.softcap_slope(problem.softcap);
+  result.products = slope.defined() ? chunk.only_visible(times(result.scores, slope)) : result.scores;
   return result;
 }
 
-at::Tensor score_product(const Tile& tile, const at::Tensor& scores, const at::Tensor& factor,
-                         Letters factor_dims, Letters out_dims, const Dims& lead, double scale) {
-  if (!scores.defined() || !factor.defined()) {
-    return {};
-  }
-  const at::Tensor safe = tile.visible.defined() ? finite_or_zero(factor) : factor;
-  return contract(scores, "QK", safe, factor_dims, out_dims, lead) * scale;
+at::Tensor query_grad(const Problem& problem, const Chunk& chunk, const at::Tensor& scores,
+                      const at::Tensor& key) {
+  return score_product(chunk, scores, key, "KD", "QD", lead_of(problem.query), problem.scale);
 }
 
-at::Tensor value_grad(const Tile& tile, const at::Tensor& weights, const at::Tensor& grad, const Dims& lead) {
+at::Tensor key_grad(const Problem& problem, const Chunk& chunk, const at::Tensor& scores,
+                    const at::Tensor& query) {
+  return score_product(chunk, scores, query, "QD", "KD", lead_of(problem.key), problem.scale);
+}
+
+at::Tensor value_grad(const Problem& problem, const Chunk& chunk, const at::Tensor& weights,
+                      const at::Tensor& grad) {
   return weights.defined() && grad.defined()
-             ? contract_visible(weights, "QK", tile.visible, grad, "QD", "KD", lead)
+             ? contract_visible(weights, "QK", chunk.visible, grad, "QD", "KD", lead_of(problem.value))
              : at::Tensor();
 }
 
@@ -92,13 +108,13 @@ GradientSums::GradientSums(const Problem& problem, InputMask wanted)
       key_(-2, problem.key_len),
       value_(-2, problem.key_len) {}
 
-void GradientSums::add_scores(const at::Tensor& grad, const Chunk& chunk) {
+void GradientSums::add_scores(const at::Tensor& grad, const ChunkBounds& bounds) {
   if (!grad.defined()) {
     return;
   }
   const at::Tensor part = sum_down_to(grad, problem_.attn_mask.sizes());
   const at::Tensor padded =
-      problem_.attn_mask.size(-1) == 1 ? part : pad_keys(part, -1, chunk, problem_.key_len);
+      problem_.attn_mask.size(-1) == 1 ? part : pad_keys(part, -1, bounds, problem_.key_len);
   if (problem_.attn_mask.size(-2) == 1) {
     mask_sum_ = plus(mask_sum_, padded);
   } else {
