@@ -73,7 +73,7 @@ Explanation explain_kernels(SdpaArgs args, const cpu::KernelTable& table) {
         at::zeros({}, args.query.options().dtype(at::kLong));  // as good as any: nothing is drawn
   }
   const cpu::Inputs inputs(args, check_args(args));
-  const cpu::ForwardParams params = cpu::forward_params(inputs);
+  const auto params = cpu::params_over<cpu::ForwardParams>(inputs);
   const int threads = cpu::useful_threads(params.shape);
   const cpu::ForwardPlan plan =
       cpu::plan_call(cpu::kernels_of(table.forward, args.query.scalar_type()), params, threads).plan;

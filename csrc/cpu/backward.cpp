@@ -22,11 +22,6 @@ namespace {
 // still in the caches; the more, the better tasks balance.
 constexpr int64_t kSliceBytes = 1 << 23;
 
-void run_backward(const BackwardWays& ways, const BackwardParams& params) {
-  const int threads = useful_threads(params.shape);
-  run_rounds(plan_call(ways, params, threads), threads);
-}
-
 /// The incoming gradients, where necessary in the dtype of accumulation.
 struct IncomingGrads {
   IncomingGrads(const SdpaOutputs& grads, at::ScalarType dtype)
@@ -76,6 +71,63 @@ BackwardParams slice_of(const BackwardParams& whole, int64_t batch, int64_t batc
   return slice;
 }
 
+/// Everything that the kernels write to.
+struct OutgoingGrads {
+  OutgoingGrads(const SdpaArgs& args, InputMask wanted, Inputs& inputs)
+      : query(args.query, wanted.query, inputs.views, inputs.sizes, inputs.sizes.heads,
+              inputs.sizes.query_len, inputs.sizes.head_dim),
+        key(args.key, wanted.key, inputs.views, inputs.sizes, inputs.params.shape.key_heads,
+            inputs.sizes.key_len, inputs.sizes.head_dim),
+        value(args.value, wanted.value, inputs.views, inputs.sizes, inputs.params.shape.key_heads,
+              inputs.sizes.key_len, inputs.sizes.value_dim) {
+    const CallSizes& sizes = inputs.sizes;
+    const auto accumulated = args.query.options().dtype(accumulation_dtype(args.query.scalar_type()));
+    if (wanted.attn_mask) {
+      mask = with_huge_pages(at::empty(args.attn_mask.sizes(), accumulated)).zero_();
+    }
+    if (wanted.sinks) {
+      sinks = at::zeros({sizes.batch, sizes.heads}, accumulated);
+    }
+    const int64_t batch_bytes = query.slice_bytes() + key.slice_bytes() + value.slice_bytes();
+    slice = batch_bytes == 0
+                ? sizes.batch
+                : std::clamp<int64_t>(kSliceBytes / batch_bytes, 1, std::max<int64_t>(sizes.batch, 1));
+    query.make_slice(slice, sizes.head_dim);
+    key.make_slice(slice, sizes.head_dim);
+    value.make_slice(slice, sizes.value_dim);
+  }
+
+  void add_slice(int64_t batch, int64_t batches, int threads) const {
+    for (const OutgoingGrad* grad : {&query, &key, &value}) {
+      grad->add_slice(batch, batches, threads);
+    }
+  }
+
+  int64_t slice;  // batches that the kernels are given at a time
+  OutgoingGrad query, key, value;
+  at::Tensor mask;   // in its own shape, in the dtype of accumulation
+  at::Tensor sinks;  // (batch, heads), the same
+};
+
+BackwardParams params_of(Inputs& inputs, const IncomingGrads& incoming, const OutgoingGrads& outgoing,
+                         const at::Tensor& output, const at::Tensor& lse) {
+  auto params = params_over<BackwardParams>(inputs);
+  params.output = inputs.views.matrix(output);
+  params.lse = lse.const_data_ptr();
+  params.grad_output = readable(inputs.views, incoming.output);
+  params.grad_lse = readable(inputs.views, incoming.lse);
+  params.grad_weights = readable(inputs.views, incoming.weights);
+  params.grad_key_mass = readable(inputs.views, incoming.key_mass);
+  if (outgoing.mask.defined()) {
+    params.grad_mask = inputs.views.matrix(outgoing.mask);
+    params.grad_mask_size = outgoing.mask.numel();
+  }
+  if (outgoing.sinks.defined()) {
+    params.grad_sinks = outgoing.sinks.data_ptr();
+  }
+  return params;
+}
+
 SdpaInputs backward_cpu(const SdpaOutputs& grads, const SdpaArgs& args, const at::Tensor& output,
                         const at::Tensor& lse, InputMask wanted) {
   const OneThreadInForkedChild guard;
@@ -86,68 +138,29 @@ SdpaInputs backward_cpu(const SdpaOutputs& grads, const SdpaArgs& args, const at
   const SdpaSizes checked = check_args(args);
   check_grads(grads, checked);
   Inputs inputs(args, checked);
-  const IncomingGrads incoming(grads, args.query.scalar_type());
   const CallSizes& sizes = inputs.sizes;
   const auto dtype = args.query.scalar_type();
-  const auto accumulated = args.query.options().dtype(accumulation_dtype(dtype));
-  OutgoingGrad query(args.query, wanted.query, inputs.views, sizes, sizes.heads, sizes.query_len,
-                     sizes.head_dim);
-  OutgoingGrad key(args.key, wanted.key, inputs.views, sizes, inputs.shape.key_heads, sizes.key_len,
-                   sizes.head_dim);
-  OutgoingGrad value(args.value, wanted.value, inputs.views, sizes, inputs.shape.key_heads, sizes.key_len,
-                     sizes.value_dim);
+  const IncomingGrads incoming(grads, dtype);
+  const OutgoingGrads outgoing(args, wanted, inputs);
   const at::Tensor plain_lse = lse.contiguous();
-  at::Tensor grad_mask, grad_sinks;
-
-  BackwardParams params;
-  params.shape = inputs.shape;
-  params.rule = inputs.rule;
-  params.dropout = inputs.dropout;
-  params.query = inputs.query;
-  params.key = inputs.key;
-  params.value = inputs.value;
-  params.output = inputs.views.matrix(output);
-  params.lse = plain_lse.const_data_ptr();
-  params.grad_output = readable(inputs.views, incoming.output);
-  params.grad_lse = readable(inputs.views, incoming.lse);
-  params.grad_weights = readable(inputs.views, incoming.weights);
-  params.grad_key_mass = readable(inputs.views, incoming.key_mass);
-  if (wanted.attn_mask) {
-    grad_mask = with_huge_pages(at::empty(args.attn_mask.sizes(), accumulated)).zero_();
-    params.grad_mask = inputs.views.matrix(grad_mask);
-    params.grad_mask_size = grad_mask.numel();
-  }
-  if (wanted.sinks) {
-    grad_sinks = at::zeros({sizes.batch, sizes.heads}, accumulated);
-    params.grad_sinks = grad_sinks.data_ptr();
-  }
-
-  const int64_t batch_bytes = query.slice_bytes() + key.slice_bytes() + value.slice_bytes();
-  const int64_t slice =
-      batch_bytes == 0 ? sizes.batch
-                       : std::clamp<int64_t>(kSliceBytes / batch_bytes, 1, std::max<int64_t>(sizes.batch, 1));
-  query.make_slice(slice, sizes.head_dim);
-  key.make_slice(slice, sizes.head_dim);
-  value.make_slice(slice, sizes.value_dim);
+  const BackwardParams params = params_of(inputs, incoming, outgoing, output, plain_lse);
   const auto bytes_of = [](const at::Tensor& t) {
     return t.defined() ? static_cast<int64_t>(t.element_size()) : 0;
   };
-  const BackwardWays& ways = kernels_of(table->backward, dtype);
-  for (int64_t batch = 0; batch < sizes.batch; batch += slice) {
-    const int64_t batches = std::min(slice, sizes.batch - batch);
+  for (int64_t batch = 0; batch < sizes.batch; batch += outgoing.slice) {
+    const int64_t batches = std::min(outgoing.slice, sizes.batch - batch);
     BackwardParams part = slice_of(params, batch, batches, bytes_of(args.query), bytes_of(plain_lse),
                                    bytes_of(args.attn_mask), bytes_of(args.sinks));
-    part.grad_query = query.slice_from(batch);
-    part.grad_key = key.slice_from(batch);
-    part.grad_value = value.slice_from(batch);
-    run_backward(ways, part);
-    for (const OutgoingGrad* grad : {&query, &key, &value}) {
-      grad->add_slice(batch, batches, useful_threads(part.shape));
-    }
+    part.grad_query = outgoing.query.slice_from(batch);
+    part.grad_key = outgoing.key.slice_from(batch);
+    part.grad_value = outgoing.value.slice_from(batch);
+    const int threads = useful_threads(part.shape);
+    run_rounds(plan_call(kernels_of(table->backward, dtype), part, threads), threads);
+    outgoing.add_slice(batch, batches, threads);
   }
-  return {query.result(), key.result(), value.result(),
-          grad_mask.defined() ? grad_mask.to(args.attn_mask.scalar_type()) : grad_mask,
-          sum_sinks(inputs.views, sizes, grad_sinks, args.sinks)};
+  return {outgoing.query.result(), outgoing.key.result(), outgoing.value.result(),
+          wanted.attn_mask ? outgoing.mask.to(args.attn_mask.scalar_type()) : outgoing.mask,
+          sum_sinks(inputs.views, sizes, outgoing.sinks, args.sinks)};
 }
 
 }  // namespace

@@ -77,26 +77,16 @@ DropoutRule dropout_of(const SdpaArgs& args, const CallSizes& sizes, at::Tensor&
 
 }  // namespace
 
-Inputs::Inputs(const SdpaArgs& args, const SdpaSizes& checked)
-    : sizes(checked), views(sizes), shape(shape_of(args, sizes)), rule(rule_of(args, sizes, views)) {
-  dropout = dropout_of(args, sizes, seeds);
-  query = views.matrix(args.query);
-  key = views.matrix(args.key);
-  value = views.matrix(args.value);
+Inputs::Inputs(const SdpaArgs& args, const SdpaSizes& checked) : sizes(checked), views(sizes) {
+  params.shape = shape_of(args, sizes);
+  params.rule = rule_of(args, sizes, views);
+  params.dropout = dropout_of(args, sizes, seeds);
+  params.query = views.matrix(args.query);
+  params.key = views.matrix(args.key);
+  params.value = views.matrix(args.value);
   if (!args.enable_gqa && has_one_head(args.key) && has_one_head(args.value)) {
-    shape.key_heads = std::min<int64_t>(shape.key_heads, 1);  // one head for all: packed once
+    params.shape.key_heads = std::min<int64_t>(params.shape.key_heads, 1);  // one head for all: packed once
   }
-}
-
-ForwardParams forward_params(const Inputs& inputs) {
-  ForwardParams params;
-  params.shape = inputs.shape;
-  params.rule = inputs.rule;
-  params.dropout = inputs.dropout;
-  params.query = inputs.query;
-  params.key = inputs.key;
-  params.value = inputs.value;
-  return params;
 }
 
 int useful_threads(const AttentionShape& shape) {

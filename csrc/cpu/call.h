@@ -14,13 +14,16 @@ struct Inputs {
   CallSizes sizes;
   Views views;
   at::Tensor seeds;  // one for each block of the batch that a seed covers
-  AttentionShape shape;
-  ScoreRule rule;
-  DropoutRule dropout;
-  TensorView query, key, value;
+  CallParams params;
 };
 
-ForwardParams forward_params(const Inputs& inputs);
+/// A pass's parameters, with what the inputs say filled in.
+template <class Params>
+Params params_over(const Inputs& inputs) {
+  Params params;
+  static_cast<CallParams&>(params) = inputs.params;
+  return params;
+}
 
 /// The kernels for a dtype, of a table's `forward` or `backward`.
 template <class Kernels>

@@ -45,7 +45,7 @@ SdpaOutputs forward_cpu(const SdpaArgs& args, SideOutputs wanted) {
   SdpaOutputs outputs;
   outputs.output = empty_output(sizes, {sizes.query_len, sizes.value_dim}, dtype);
   outputs.lse = empty_output(sizes, {sizes.query_len}, accumulated);
-  ForwardParams params = forward_params(inputs);
+  auto params = params_over<ForwardParams>(inputs);
   add_output(inputs, params, outputs.output);
   params.lse = outputs.lse.data_ptr();
   if (wanted.weights) {
@@ -76,7 +76,7 @@ at::Tensor output_cpu(const SdpaArgs& args) {
   const CallSizes& sizes = inputs.sizes;
   const auto dtype = args.query.scalar_type();
   at::Tensor output = empty_output(sizes, {sizes.query_len, sizes.value_dim}, dtype);
-  ForwardParams params = forward_params(inputs);
+  auto params = params_over<ForwardParams>(inputs);
   add_output(inputs, params, output);
   run_forward(*table, dtype, params);
   return output;

@@ -6,13 +6,13 @@
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 namespace {
 
-using Float64Scheme = Scheme<double, PlainProduct<double>, 11>;
-using Float32Scheme = Scheme<float, PlainProduct<float>, 5>;
-using Float16Scheme = Scheme<Float16, PlainProduct<float>, 5>;
+using Float64Scheme = Scheme<double, PlainProduct<double>>;
+using Float32Scheme = Scheme<float, PlainProduct<float>>;
+using Float16Scheme = Scheme<Float16, PlainProduct<float>>;
 #if defined(__AVX512BF16__)
-using BFloat16Scheme = Scheme<BFloat16, BFloat16Product, 5>;
+using BFloat16Scheme = Scheme<BFloat16, BFloat16Product>;
 #else
-using BFloat16Scheme = Scheme<BFloat16, PlainProduct<float>, 5>;
+using BFloat16Scheme = Scheme<BFloat16, PlainProduct<float>>;
 #endif
 
 }  // namespace

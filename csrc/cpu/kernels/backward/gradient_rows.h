@@ -35,25 +35,6 @@ ATTN_EXT_INLINE void finish_streams() {
 #endif
 }
 
-ATTN_EXT_INLINE Vec<float> to_element(Vec<float> v, float*) {
-  return v;
-}
-ATTN_EXT_INLINE Vec<double> to_element(Vec<double> v, double*) {
-  return v;
-}
-ATTN_EXT_INLINE HalfBits to_element(Vec<float> v, BFloat16*) {
-#if defined(__AVX512BF16__)
-  return (HalfBits)_mm512_cvtneps_pbh((__m512)v);
-#else
-  return low_halves(bfloat16_bits(v));
-#endif
-}
-ATTN_EXT_INLINE HalfBits to_element(Vec<float> v, Float16*) {
-  Float16 halves[kLanes<float>];
-  store_element(halves, v);
-  return load_half_bits(&halves[0].bits);
-}
-
 // to = scale * from; streamed: `to` and count are whole vectors.
 template <bool Streamed, typename T, typename Out>
 void write_scaled_row(const T* from, Out* to, int64_t count, Vec<T> scale) {

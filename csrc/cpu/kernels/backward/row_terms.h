@@ -87,7 +87,7 @@ ATTN_EXT_INLINE Vec<typename S::Accum> add_to_sum(const typename S::Accum* score
   using T = typename S::Accum;
   const Vec<T> factor = broadcast(units.softmax_scale);
   for (int64_t j = begin; j < end; j += S::kLane) {
-    sum += weights_of<T, S::kExpDegree, true>(load(scores + j), factor, row_max);
+    sum += weights_of<T, true>(load(scores + j), factor, row_max);
   }
   return sum;
 }

@@ -39,8 +39,7 @@ struct ScoreSpan {
   const T* keep;              // M; null: all 1
 
   ATTN_EXT_INLINE Vec<T> weight(int64_t j) const {
-    return weights_of<T, S::kExpDegree, true>(load(scores + j), broadcast(softmax_scale), lse[j]) *
-           row_scale[j];
+    return weights_of<T, true>(load(scores + j), broadcast(softmax_scale), lse[j]) * row_scale[j];
   }
   // dP without M
   ATTN_EXT_INLINE Vec<T> grad(int64_t j) const {

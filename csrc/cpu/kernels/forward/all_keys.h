@@ -18,7 +18,11 @@ class AllKeys {
   static void plan(const ForwardParams& params, int threads, ForwardPlan& plan);
   static int64_t tasks(const ForwardPlan& plan, int64_t round) { return plan.round_tasks[round]; }
   static void run(const ForwardParams& params, const ForwardPlan& plan, int64_t round, int64_t task,
-                  void* shared, void* scratch);
+                  void* shared, void* scratch) {
+    const AllKeys<S> call(params, plan, shared);
+    if (round == 0) return call.pack(task);
+    round == 1 ? call.attend(task, scratch) : call.sum_key_mass(task);
+  }
 
  private:
   using T = typename S::Accum;
@@ -27,12 +31,31 @@ class AllKeys {
   AllKeys(const ForwardParams& params, const ForwardPlan& plan, void* shared)
       : params_(params), plan_(plan), shape_(params.shape), shared_(static_cast<char*>(shared)) {}
 
-  void pack(int64_t task) const;
+  void pack(int64_t task) const {
+    const int64_t parts = ceil_div(shape_.key_len, kPackKeys);
+    const int64_t begin = task % parts * kPackKeys;
+    const int64_t batch = task / parts / shape_.key_heads, key_head = task / parts % shape_.key_heads;
+    pack_head(params_, plan_, shared_head(batch, key_head), batch, key_head,
+              {begin, smaller(begin + kPackKeys, shape_.key_len)});
+  }
   void attend(int64_t task, void* scratch) const;
   void run_blocks(const QueryScratch<S>& scratch, const PackedHead<S>& packed, int64_t batch, int64_t head,
                   int64_t segment) const;
-  void sum_key_mass(int64_t head) const;
-  PackedHead<S> shared_head(int64_t batch, int64_t key_head) const;
+  void sum_key_mass(int64_t head) const {
+    T* mass = static_cast<T*>(params_.key_mass) + head * shape_.key_len;
+    fill_span(mass, 0, shape_.key_len, static_cast<T>(0));
+    for (int64_t segment = 0; segment < plan_.all_keys.segments; ++segment) {
+      const T* part = mass_partial(head, segment);
+      for (int64_t j = 0; j < shape_.key_len; ++j) mass[j] += part[j];
+    }
+  }
+  PackedHead<S> shared_head(int64_t batch, int64_t key_head) const {
+    const int64_t heads = shape_.batch * shape_.key_heads, index = batch * shape_.key_heads + key_head;
+    Arena arena{shared_ + index * (plan_.packed_bytes / heads), 0};
+    PackedHead<S> packed = take_packed_head<S>(params_, plan_, arena, shape_.key_len);
+    set_head(params_, plan_, packed, batch, key_head, 0);
+    return packed;
+  }
   // Partial key masses (heads, segments, keys) lie behind the packed heads.
   T* mass_partial(int64_t head, int64_t segment) const {
     return reinterpret_cast<T*>(shared_ + plan_.packed_bytes) +
@@ -84,32 +107,6 @@ void AllKeys<S>::plan(const ForwardParams& params, int threads, ForwardPlan& pla
 }
 
 template <typename S>
-void AllKeys<S>::run(const ForwardParams& params, const ForwardPlan& plan, int64_t round, int64_t task,
-                     void* shared, void* scratch) {
-  const AllKeys<S> call(params, plan, shared);
-  if (round == 0) return call.pack(task);
-  round == 1 ? call.attend(task, scratch) : call.sum_key_mass(task);
-}
-
-template <typename S>
-PackedHead<S> AllKeys<S>::shared_head(int64_t batch, int64_t key_head) const {
-  const int64_t heads = shape_.batch * shape_.key_heads, index = batch * shape_.key_heads + key_head;
-  Arena arena{shared_ + index * (plan_.packed_bytes / heads), 0};
-  PackedHead<S> packed = take_packed_head<S>(params_, plan_, arena, shape_.key_len);
-  set_head(params_, plan_, packed, batch, key_head, 0);
-  return packed;
-}
-
-template <typename S>
-void AllKeys<S>::pack(int64_t task) const {
-  const int64_t parts = ceil_div(shape_.key_len, kPackKeys);
-  const int64_t begin = task % parts * kPackKeys;
-  const int64_t batch = task / parts / shape_.key_heads, key_head = task / parts % shape_.key_heads;
-  pack_head(params_, plan_, shared_head(batch, key_head), batch, key_head,
-            {begin, smaller(begin + kPackKeys, shape_.key_len)});
-}
-
-template <typename S>
 void AllKeys<S>::attend(int64_t task, void* scratch) const {
   const int64_t group = group_size(shape_), segments = plan_.all_keys.segments;
   Arena arena{static_cast<char*>(scratch), 0};
@@ -151,16 +148,6 @@ void AllKeys<S>::run_blocks(const QueryScratch<S>& scratch, const PackedHead<S>&
     if (!block.output_is_finite()) block.attend_carefully(keys);
     block.finish();
     if (emits && !whole_rows) block.emit_all(keys);
-  }
-}
-
-template <typename S>
-void AllKeys<S>::sum_key_mass(int64_t head) const {
-  T* mass = static_cast<T*>(params_.key_mass) + head * shape_.key_len;
-  fill_span(mass, 0, shape_.key_len, static_cast<T>(0));
-  for (int64_t segment = 0; segment < plan_.all_keys.segments; ++segment) {
-    const T* part = mass_partial(head, segment);
-    for (int64_t j = 0; j < shape_.key_len; ++j) mass[j] += part[j];
   }
 }
 

@@ -21,7 +21,11 @@ class KeyPieces {
   static void plan(const ForwardParams& params, int threads, ForwardPlan& plan);
   static int64_t tasks(const ForwardPlan& plan, int64_t round) { return plan.round_tasks[round]; }
   static void run(const ForwardParams& params, const ForwardPlan& plan, int64_t round, int64_t task,
-                  void* shared, void* scratch);
+                  void* shared, void* scratch) {
+    KeyPieces<S> call(params, plan, shared, scratch);
+    const int64_t heads = params.shape.query_heads;
+    round == 0 ? call.attend(task) : call.merge(task / heads, task % heads);
+  }
 
  private:
   using T = typename S::Accum;
@@ -35,9 +39,24 @@ class KeyPieces {
         arena_{static_cast<char*>(scratch), 0},
         query_(take_query_scratch<S>(arena_, params.shape, plan)) {}
 
-  void attend(int64_t task);
+  void attend(int64_t task) {
+    const int64_t tasks = ceil_div(plan_.pieces.count, plan_.pieces.per_task);
+    const int64_t key_head = task / tasks % shape_.key_heads, batch = task / tasks / shape_.key_heads;
+    const int64_t first = task % tasks * plan_.pieces.per_task;
+    for (int64_t piece = first; piece < smaller(first + plan_.pieces.per_task, plan_.pieces.count); ++piece) {
+      run_piece(batch, key_head, piece);
+    }
+  }
   void run_piece(int64_t batch, int64_t key_head, int64_t piece);
-  void keep_rows(int64_t batch, int64_t rows, int64_t piece) const;
+  void keep_rows(int64_t batch, int64_t rows, int64_t piece) const {
+    const int64_t width = query_.output_stride;
+    for (int64_t r = 0; r < rows; ++r) {
+      T* to = partials(batch, query_.row_head[r], piece) + query_.row_index[r] * partial_row_size(shape_);
+      memcpy(to, query_.output + r * width, static_cast<size_t>(width) * sizeof(T));
+      to[width] = query_.row_max[r];
+      to[width + 1] = query_.row_sum[r];
+    }
+  }
   void merge(int64_t batch, int64_t head);
   void merge_row(const T* partials, int64_t row) const;
   void merge_weights(int64_t batch, int64_t row) const;
@@ -101,24 +120,6 @@ void KeyPieces<S>::plan(const ForwardParams& params, int threads, ForwardPlan& p
 }
 
 template <typename S>
-void KeyPieces<S>::run(const ForwardParams& params, const ForwardPlan& plan, int64_t round, int64_t task,
-                       void* shared, void* scratch) {
-  KeyPieces<S> call(params, plan, shared, scratch);
-  round == 0 ? call.attend(task)
-             : call.merge(task / params.shape.query_heads, task % params.shape.query_heads);
-}
-
-template <typename S>
-void KeyPieces<S>::attend(int64_t task) {
-  const int64_t tasks = ceil_div(plan_.pieces.count, plan_.pieces.per_task);
-  const int64_t key_head = task / tasks % shape_.key_heads, batch = task / tasks / shape_.key_heads;
-  const int64_t first = task % tasks * plan_.pieces.per_task;
-  for (int64_t piece = first; piece < smaller(first + plan_.pieces.per_task, plan_.pieces.count); ++piece) {
-    run_piece(batch, key_head, piece);
-  }
-}
-
-template <typename S>
 void KeyPieces<S>::run_piece(int64_t batch, int64_t key_head, int64_t piece) {
   const int64_t group = group_size(shape_), rows = group * shape_.query_len;
   const Range keys{piece * plan_.pieces.keys, smaller((piece + 1) * plan_.pieces.keys, shape_.key_len)};
@@ -137,17 +138,6 @@ void KeyPieces<S>::run_piece(int64_t batch, int64_t key_head, int64_t piece) {
     block.attend(keys);
     if (!block.output_is_finite()) block.attend_carefully(keys);
     plan_.pieces.merged ? keep_rows(batch, count, piece) : block.finish();
-  }
-}
-
-template <typename S>
-void KeyPieces<S>::keep_rows(int64_t batch, int64_t rows, int64_t piece) const {
-  const int64_t width = query_.output_stride;
-  for (int64_t r = 0; r < rows; ++r) {
-    T* to = partials(batch, query_.row_head[r], piece) + query_.row_index[r] * partial_row_size(shape_);
-    memcpy(to, query_.output + r * width, static_cast<size_t>(width) * sizeof(T));
-    to[width] = query_.row_max[r];
-    to[width + 1] = query_.row_sum[r];
   }
 }
 

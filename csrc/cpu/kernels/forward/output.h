@@ -209,8 +209,7 @@ void QueryBlock<S>::careful_row(int64_t band, int64_t r, int64_t column, Range s
   args.out = s_.output + r * s_.output_stride + column;
   args.out_stride = s_.output_stride;
   args.carry = first ? s_.carry + r : s_.ones + r;
-  (fresh ? tile_function_of_columns<Product, false>(1, columns)
-         : tile_function_of_columns<Product, true>(1, columns))(args);
+  (fresh ? tile_function<Product, false>(1, columns) : tile_function<Product, true>(1, columns))(args);
 }
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

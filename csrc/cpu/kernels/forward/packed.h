@@ -79,7 +79,7 @@ void QueryBlock<S>::scores(int64_t band) {
         if (masked_in_tile(tile, span)) {
           scores_masked(tile, span, args);
         } else {
-          tile_function<Product, false>(tile_rows(tile), (span.end - span.begin) / S::kLane)(args);
+          tile_function<Product, false>(tile_rows(tile), span.end - span.begin)(args);
         }
       }
     }
@@ -135,11 +135,11 @@ void QueryBlock<S>::exponentials(int64_t band, bool paired) {
       if (rounds_first) scale_span(row, begin, end, units_);
       if constexpr (S::kPaired) {
         if (paired) {
-          sum = exp_span_paired<S::kExpDegree>(row, begin, end, scale, origin, sum);
+          sum = exp_span_paired(row, begin, end, scale, origin, sum);
           return;
         }
       }
-      sum = exp_span<T, S::kExpDegree>(row, begin, end, scale, origin, sum);
+      sum = exp_span(row, begin, end, scale, origin, sum);
     });
     sums[r - band] = sum;
   }
@@ -153,8 +153,7 @@ void QueryBlock<S>::exponentials(int64_t band, bool paired) {
 template <typename S>
 void QueryBlock<S>::dropout(int64_t band, bool paired) {
   const DropoutRule& rule = params_.dropout;
-  PhiloxRow state;
-  set_philox_batch(state, rule, batch_);
+  const PhiloxBatch state = philox_batch(rule, batch_);
   const int64_t end_row = band + band_rows(band);
   for (int64_t r = band; r < end_row; r += 2) {  // two rows of a tile, which share their span
     const int64_t rows = smaller(2, end_row - r);
@@ -163,7 +162,7 @@ void QueryBlock<S>::dropout(int64_t band, bool paired) {
     each_run(aligned(tile_span(r)), [&](int64_t begin, int64_t end) {
       for (int64_t first = round_down(begin, kDropoutColumns); first < end; first += kDropoutColumns) {
         uint32_t words[2][kDropoutColumns];
-        philox_words(state, static_cast<uint64_t>((block_key_ + first) / kDropoutColumns), row, head, words);
+        philox_words(state, (block_key_ + first) / kDropoutColumns, row, head, words);
         const Range part = intersect({begin, end}, {first, first + kDropoutColumns});
         for (int64_t i = 0; i < rows; ++i) {
           T* to = score_row(band, r + i);
@@ -230,8 +229,8 @@ void QueryBlock<S>::multiply_values(int64_t band, int64_t tile, int64_t column, 
   args.carry = first_of_tile ? s_.carry + tile : s_.ones + tile;
   const int64_t columns = round_up(smaller(width, params_.shape.value_dim - column), kColumnUnit<T>);
   const bool fresh = first_of_tile && s_.tile_started[tile / kTileRows] == 0;
-  (fresh ? tile_function_of_columns<Product, false>(tile_rows(tile), columns)
-         : tile_function_of_columns<Product, true>(tile_rows(tile), columns))(args);
+  (fresh ? tile_function<Product, false>(tile_rows(tile), columns)
+         : tile_function<Product, true>(tile_rows(tile), columns))(args);
 }
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

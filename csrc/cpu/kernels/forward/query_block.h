@@ -146,7 +146,6 @@ class QueryBlock {
   bool set_key_block(int64_t first_key, int64_t count);
   void select_runs();
   bool is_live(int64_t begin, int64_t end) const;
-  bool row_is_live(int64_t r, Range span) const;
   bool masked_in_tile(int64_t tile, Range span) const;
   Range masked_panels(int64_t r, Range run) const;
   void scores_masked(int64_t tile, Range span, const TileArgs<Product>& args) const;

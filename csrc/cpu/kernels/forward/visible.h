@@ -118,23 +118,11 @@ void QueryBlock<S>::select_runs() {
 template <typename S>
 bool QueryBlock<S>::is_live(int64_t begin, int64_t end) const {
   for (int64_t r = 0; r < rows_; ++r) {
-    if (row_is_live(r, intersect(s_.row_span[r], {begin, end}))) return true;
+    const Range span = intersect(s_.row_span[r], {begin, end});
+    const Range keys{block_key_ + span.begin, block_key_ + span.end};
+    if (any_let_through<Element>(params_.rule, batch_, s_.row_head[r], s_.row_index[r], keys)) return true;
   }
   return false;
-}
-
-template <typename S>
-bool QueryBlock<S>::row_is_live(int64_t r, Range span) const {
-  if (is_empty(span)) return false;
-  bool live = false;
-  with_mask_type<Element>(params_.rule.mask_kind, [&](auto tag) {
-    using M = typename decltype(tag)::Type;
-    const TensorView& view = params_.rule.mask;
-    const M* mask = row_pointer<const M>(view, batch_, s_.row_head[r], s_.row_index[r]);
-    live = any_let_through(mask + (block_key_ + span.begin) * view.column_stride, view.column_stride,
-                           span.end - span.begin);
-  });
-  return live;
 }
 
 // Whether a tile's scores meet the mask as soon as they are made: all of a panel, if the mask's row lies

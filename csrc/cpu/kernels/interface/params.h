@@ -1,4 +1,4 @@
-// What a forward call is, in plain types: filled by the tensor side, read by kernels of every instruction
+// What a call is, in plain types: filled by the tensor side, read by kernels of every instruction
 // set. Nothing here has code, so that no function is shared between instruction sets at link time.
 #pragma once
 
@@ -69,11 +69,15 @@ struct DropoutRule {
   int64_t first_batch = 0;  // what batch 0 of a backward pass is in the whole call
 };
 
-struct ForwardParams {
+// What both passes read.
+struct CallParams {
   AttentionShape shape;
   ScoreRule rule;
   DropoutRule dropout;
   TensorView query, key, value;
+};
+
+struct ForwardParams : CallParams {
   TensorView output;         // column_stride 1
   void* lse = nullptr;       // (B, Hq, Lq) contiguous, float (double for float64); null: not wanted
   TensorView weights;        // (B, Hq, Lq, Lk) in the query's dtype, column_stride 1; data null: not wanted
@@ -82,11 +86,8 @@ struct ForwardParams {
 
 // Every incoming gradient may be absent (data null) and have any strides, 0 included; a gradient that is not
 // wanted has data null. T is float, double for float64.
-struct BackwardParams {
-  AttentionShape shape;
-  ScoreRule rule;
-  DropoutRule dropout;
-  TensorView query, key, value, output;
+struct BackwardParams : CallParams {
+  TensorView output;
   const void* lse = nullptr;                  // (B, Hq, Lq) contiguous, T
   TensorView grad_output;                     // (B, Hq, Lq, Dv)
   TensorView grad_lse;                        // (B, Hq, Lq, 1), T

@@ -38,7 +38,7 @@ void multiply(const MultiplyArgs<Product>& m) {
       const int64_t row = tile * m.rows / tiles;
       args.left = m.left + row * m.left_stride;
       args.out = m.out + row * m.out_stride + column;
-      tile_function_of_columns<Product, Carry>((tile + 1) * m.rows / tiles - row, columns)(args);
+      tile_function<Product, Carry>((tile + 1) * m.rows / tiles - row, columns)(args);
     }
   }
 }

@@ -5,6 +5,8 @@
 // depth, so its value depends neither on Rows nor on Vectors.
 #pragma once
 
+#include <utility>
+
 #include "../vector/convert.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
@@ -60,10 +62,12 @@ struct TileArgs {
 template <typename Product>
 using TileFunction = void (*)(const TileArgs<Product>&);
 
-// sums += left . right
-template <typename Product, int Rows, int Vectors>
+// sums += left . right; Half: n = (Vectors + 1/2) lanes, the last in `halves`, and the last of `sums` is not
+// used.
+template <typename Product, int Rows, int Vectors, bool Half>
 ATTN_EXT_INLINE void multiply_tile(const TileArgs<Product>& args,
-                                   Vec<typename Product::Accum> (&sums)[Rows][Vectors]) {
+                                   Vec<typename Product::Accum> (&sums)[Rows][Vectors + Half],
+                                   [[maybe_unused]] HalfVec<typename Product::Accum> (&halves)[Rows]) {
   using Operand = typename Product::Operand;
   constexpr int kWidth = kLanes<Operand>;
   const Operand* left = args.left;
@@ -72,58 +76,31 @@ ATTN_EXT_INLINE void multiply_tile(const TileArgs<Product>& args,
   const int64_t left_step = args.left_step;
   const int64_t right_stride = args.right_stride;
   for (int64_t k = args.depth; k > 0; --k) {
-    Vec<Operand> row[Vectors];
+    Vec<Operand> row[Vectors + Half];
+    [[maybe_unused]] HalfVec<Operand> half;
 #pragma GCC unroll 4
     for (int v = 0; v < Vectors; ++v) row[v] = load(right + v * kWidth);
+    if constexpr (Half) half = load_half(right + Vectors * kWidth);
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) {
       const Vec<Operand> element = broadcast(left[r * left_stride]);
 #pragma GCC unroll 4
       for (int v = 0; v < Vectors; ++v) sums[r][v] = Product::step(element, row[v], sums[r][v]);
+      if constexpr (Half) halves[r] = Product::step(lower_half<Operand>(element), half, halves[r]);
     }
     left += left_step;
     right += right_stride;
   }
 }
 
-template <typename Product, int Rows, int Vectors, bool Carry>
+// Half: the upper half of the last vector of `out` becomes 0.
+template <typename Product, int Rows, int Vectors, bool Half, bool Carry>
 void tile_product(const TileArgs<Product>& args) {
   using Accum = typename Product::Accum;
   constexpr int kWidth = kLanes<Accum>;
   Accum* out = args.out;
   const int64_t out_stride = args.out_stride;
-  Vec<Accum> sums[Rows][Vectors];
-#pragma GCC unroll 8
-  for (int r = 0; r < Rows; ++r) {
-#pragma GCC unroll 4
-    for (int v = 0; v < Vectors; ++v) {
-      if constexpr (Carry) {
-        sums[r][v] = load(out + r * out_stride + v * kWidth);
-        if (args.carry != nullptr) sums[r][v] *= broadcast(args.carry[r]);
-      } else {
-        sums[r][v] = Vec<Accum>{};
-      }
-    }
-  }
-  multiply_tile(args, sums);
-#pragma GCC unroll 8
-  for (int r = 0; r < Rows; ++r) {
-#pragma GCC unroll 4
-    for (int v = 0; v < Vectors; ++v) store(out + r * out_stride + v * kWidth, sums[r][v]);
-  }
-}
-
-#if defined(__AVX512F__)
-// tile_product for n = (Vectors + 1/2) lanes; the upper half of the last vector of `out` becomes 0.
-template <typename Product, int Rows, int Vectors, bool Carry>
-void half_tile_product(const TileArgs<Product>& args) {
-  using Operand = typename Product::Operand;
-  using Accum = typename Product::Accum;
-  constexpr int kWidth = kLanes<Accum>;
-  constexpr int kWhole = Vectors * kWidth;
-  Accum* out = args.out;
-  const int64_t out_stride = args.out_stride;
-  Vec<Accum> sums[Rows][Vectors + 1];  // the last one is not used
+  Vec<Accum> sums[Rows][Vectors + Half];
   HalfVec<Accum> halves[Rows];
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r) {
@@ -131,81 +108,46 @@ void half_tile_product(const TileArgs<Product>& args) {
     const Accum carry = Carry && args.carry != nullptr ? args.carry[r] : static_cast<Accum>(1);
 #pragma GCC unroll 4
     for (int v = 0; v < Vectors; ++v) sums[r][v] = Carry ? load(row + v * kWidth) * carry : Vec<Accum>{};
-    halves[r] = Carry ? load_half(row + kWhole) * carry : HalfVec<Accum>{};
+    halves[r] = Carry && Half ? load_half(row + Vectors * kWidth) * carry : HalfVec<Accum>{};
   }
-  const Operand* left = args.left;
-  const Operand* right = args.right;
-  const int64_t left_stride = args.left_stride;
-  const int64_t left_step = args.left_step;
-  const int64_t right_stride = args.right_stride;
-  for (int64_t k = args.depth; k > 0; --k) {
-    Vec<Operand> whole[Vectors + 1];
-#pragma GCC unroll 4
-    for (int v = 0; v < Vectors; ++v) whole[v] = load(right + v * kWidth);
-    const HalfVec<Operand> half = load_half(right + kWhole);
-#pragma GCC unroll 8
-    for (int r = 0; r < Rows; ++r) {
-      const Vec<Operand> element = broadcast(left[r * left_stride]);
-#pragma GCC unroll 4
-      for (int v = 0; v < Vectors; ++v) sums[r][v] = Product::step(element, whole[v], sums[r][v]);
-      halves[r] = Product::step(lower_half<Operand>(element), half, halves[r]);
-    }
-    left += left_step;
-    right += right_stride;
-  }
+  multiply_tile<Product, Rows, Vectors, Half>(args, sums, halves);
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 4
     for (int v = 0; v < Vectors; ++v) store(out + r * out_stride + v * kWidth, sums[r][v]);
-    store(out + r * out_stride + kWhole, with_zeros(halves[r]));
+    if constexpr (Half) store(out + r * out_stride + Vectors * kWidth, with_zeros(halves[r]));
   }
 }
-#endif
 
-template <typename Product, bool Carry, int Rows>
-constexpr TileFunction<Product> kTileRow[4] = {
-    tile_product<Product, Rows, 1, Carry>,
-    tile_product<Product, Rows, 2, Carry>,
-    tile_product<Product, Rows, kTileVectors >= 3 ? 3 : 1, Carry>,
-    tile_product<Product, Rows, kTileVectors >= 4 ? 4 : 1, Carry>,
-};
-
-// The product for 1 <= rows <= kTileRows and 1 <= vectors <= kTileVectors.
-template <typename Product, bool Carry>
-ATTN_EXT_INLINE TileFunction<Product> tile_function(int64_t rows, int64_t vectors) {
-  static constexpr const TileFunction<Product>* kTable[kTileRows] = {
-      kTileRow<Product, Carry, 1>, kTileRow<Product, Carry, 2>, kTileRow<Product, Carry, 3>,
-      kTileRow<Product, Carry, 4>, kTileRow<Product, Carry, 5>, kTileRow<Product, Carry, 6>};
-  return kTable[rows - 1][vectors - 1];
-}
-
-// Columns of a product are counted in these.
+// Columns of a product are counted in these: half vectors where the instruction set has them.
+constexpr int kUnitsOfVector = kHasHalfVectors ? 2 : 1;
 template <typename Accum>
-constexpr int kColumnUnit = kLanes<Accum> / (kHasHalfVectors ? 2 : 1);
+constexpr int kColumnUnit = kLanes<Accum> / kUnitsOfVector;
 
-#if defined(__AVX512F__)
-template <typename Product, bool Carry, int Rows>
-constexpr TileFunction<Product> kHalfTileRow[4] = {
-    half_tile_product<Product, Rows, 0, Carry>,
-    half_tile_product<Product, Rows, 1, Carry>,
-    half_tile_product<Product, Rows, 2, Carry>,
-    half_tile_product<Product, Rows, 3, Carry>,
-};
-#endif
-
-// The product for so many columns, in whole units.
 template <typename Product, bool Carry>
-ATTN_EXT_INLINE TileFunction<Product> tile_function_of_columns(int64_t rows, int64_t columns) {
-  constexpr int64_t kWidth = kLanes<typename Product::Accum>;
-#if defined(__AVX512F__)
-  if (columns % kWidth != 0) {
-    static constexpr const TileFunction<Product>* kTable[kTileRows] = {
-        kHalfTileRow<Product, Carry, 1>, kHalfTileRow<Product, Carry, 2>, kHalfTileRow<Product, Carry, 3>,
-        kHalfTileRow<Product, Carry, 4>, kHalfTileRow<Product, Carry, 5>, kHalfTileRow<Product, Carry, 6>};
-    return kTable[rows - 1][columns / kWidth];
+struct TileTable {
+  static constexpr int kUnits = kTileVectors * kUnitsOfVector;
+  TileFunction<Product> of[kTileRows][kUnits] = {};
+
+  template <int... Row>
+  constexpr explicit TileTable(std::integer_sequence<int, Row...>) {
+    (set_row<Row>(std::make_integer_sequence<int, kUnits>{}), ...);
   }
-#endif
-  return tile_function<Product, Carry>(rows, columns / kWidth);
+  template <int Row, int... Unit>
+  constexpr void set_row(std::integer_sequence<int, Unit...>) {
+    ((of[Row][Unit] = tile_product<Product, Row + 1, (Unit + 1) / kUnitsOfVector,
+                                   (Unit + 1) % kUnitsOfVector != 0, Carry>),
+     ...);
+  }
+};
+
+template <typename Product, bool Carry>
+constexpr TileTable<Product, Carry> kTiles{std::make_integer_sequence<int, kTileRows>{}};
+
+// The product for 1 <= rows <= kTileRows and so many columns, whole units of at most kTileVectors vectors.
+template <typename Product, bool Carry>
+ATTN_EXT_INLINE TileFunction<Product> tile_function(int64_t rows, int64_t columns) {
+  return kTiles<Product, Carry>.of[rows - 1][columns / kColumnUnit<typename Product::Accum> - 1];
 }
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

@@ -5,7 +5,7 @@
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
-template <typename ElementType, typename ProductType, int Degree>
+template <typename ElementType, typename ProductType>
 struct Scheme {
   using Element = ElementType;
   using Product = ProductType;
@@ -15,8 +15,7 @@ struct Scheme {
   static constexpr int64_t kPanel = kTileVectors * kLane;  // columns of a whole panel
   static constexpr int64_t kDepth = Product::kDepth;
   static constexpr bool kPaired =
-      kDepth == 2;                           // operands are pairs: P and dS are rounded and paired on the way
-  static constexpr int kExpDegree = Degree;  // of the polynomial: enough for the precision of the element
+      kDepth == 2;  // operands are pairs: P and dS are rounded and paired on the way
 };
 
 // A dim in whole vectors, and the width of the panels of nearly equal width that it is cut into.

@@ -12,23 +12,23 @@ namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
 constexpr int kDropoutColumns = 64;
 
-struct PhiloxRow {
+// The keys of all rounds, and the word of the counter that is the same for a batch.
+struct PhiloxBatch {
   uint64_t key0[10];
   uint64_t key1[10];
-  uint32_t row, head, batch;
+  uint32_t batch;
 };
 
-ATTN_EXT_INLINE void set_philox_seed(PhiloxRow& state, uint64_t seed) {
+ATTN_EXT_INLINE PhiloxBatch philox_batch(const DropoutRule& rule, int64_t batch) {
+  batch += rule.first_batch;
+  const auto seed = static_cast<uint64_t>(rule.seeds[batch / rule.batches_per_seed]);
+  PhiloxBatch state;
   for (uint32_t i = 0; i < 10; ++i) {
     state.key0[i] = static_cast<uint32_t>(seed) + i * 0x9E3779B9u;
     state.key1[i] = static_cast<uint32_t>(seed >> 32) + i * 0xBB67AE85u;
   }
-}
-
-ATTN_EXT_INLINE void set_philox_batch(PhiloxRow& state, const DropoutRule& rule, int64_t batch) {
-  batch += rule.first_batch;
-  set_philox_seed(state, static_cast<uint64_t>(rule.seeds[batch / rule.batches_per_seed]));
   state.batch = static_cast<uint32_t>(batch % rule.batches_per_seed);
+  return state;
 }
 
 ATTN_EXT_INLINE Vec<uint64_t> multiply_low_halves(Vec<uint64_t> a, uint32_t b) {
@@ -56,7 +56,8 @@ struct PhiloxCounter {
   W3 w3;
 };
 template <typename W0, typename W1, typename W2, typename W3>
-ATTN_EXT_INLINE auto philox_round(const PhiloxRow& state, int round, const PhiloxCounter<W0, W1, W2, W3>& c) {
+ATTN_EXT_INLINE auto philox_round(const PhiloxBatch& state, int round,
+                                  const PhiloxCounter<W0, W1, W2, W3>& c) {
   const uint64_t key0 = state.key0[round], key1 = state.key1[round];
   const auto product0 = multiply_low_halves(c.w0, 0xD2511F53u);
   const auto product1 = multiply_low_halves(c.w2, 0xCD9E8D57u);
@@ -74,7 +75,7 @@ struct PhiloxCounters {
 };
 
 template <typename Counter, int N>
-ATTN_EXT_INLINE auto philox_round(const PhiloxRow& state, int round,
+ATTN_EXT_INLINE auto philox_round(const PhiloxBatch& state, int round,
                                   const PhiloxCounters<Counter, N>& counters) {
   PhiloxCounters<decltype(philox_round(state, round, counters.c[0])), N> next;
 #pragma GCC unroll 8
@@ -84,7 +85,7 @@ ATTN_EXT_INLINE auto philox_round(const PhiloxRow& state, int round,
 
 // The ten rounds; what differs from lane to lane in one word does so in all after four of them.
 template <typename Counter, int N>
-ATTN_EXT_INLINE auto philox_rounds(const PhiloxRow& state, const PhiloxCounters<Counter, N>& start) {
+ATTN_EXT_INLINE auto philox_rounds(const PhiloxBatch& state, const PhiloxCounters<Counter, N>& start) {
   auto c =
       philox_round(state, 3, philox_round(state, 2, philox_round(state, 1, philox_round(state, 0, start))));
 #pragma GCC unroll 6
@@ -96,57 +97,43 @@ ATTN_EXT_INLINE void store_interleaved(uint32_t* words, Vec<uint64_t> even, Vec<
   store(words, (Vec<uint32_t>)((even & 0xffffffffu) | (odd << 32)));
 }
 
-// words[w][l] is the draw of row state.row + l and of word w of counter c0.
-inline void philox_rows(const PhiloxRow& state, uint64_t c0, uint32_t (&words)[4][kLanes<uint32_t>]) {
+// The four words of counters in even and odd lanes, `stride` apart.
+template <typename Counter>
+ATTN_EXT_INLINE void store_words(uint32_t* words, int64_t stride, const Counter& even, const Counter& odd) {
+  store_interleaved(words, even.w0, odd.w0);
+  store_interleaved(words + stride, even.w1, odd.w1);
+  store_interleaved(words + 2 * stride, even.w2, odd.w2);
+  store_interleaved(words + 3 * stride, even.w3, odd.w3);
+}
+
+// words[w][l] is the draw of row `row` + l of `head` and of word w of counter c0.
+inline void philox_rows(const PhiloxBatch& state, uint64_t c0, int64_t row, int64_t head,
+                        uint32_t (&words)[4][kLanes<uint32_t>]) {
   using Lanes = Vec<uint64_t>;
-  const uint64_t head = state.head, batch = state.batch;
-  const Lanes row = 2 * lane_index<uint64_t>() + static_cast<uint64_t>(state.row);
   using Counter = PhiloxCounter<uint64_t, Lanes, uint64_t, uint64_t>;
-  const auto drawn =
-      philox_rounds(state, PhiloxCounters<Counter, 2>{{{c0, row, head, batch}, {c0, row + 1, head, batch}}});
-  store_interleaved(words[0], drawn.c[0].w0, drawn.c[1].w0);
-  store_interleaved(words[1], drawn.c[0].w1, drawn.c[1].w1);
-  store_interleaved(words[2], drawn.c[0].w2, drawn.c[1].w2);
-  store_interleaved(words[3], drawn.c[0].w3, drawn.c[1].w3);
+  const uint64_t low_head = static_cast<uint32_t>(head), batch = state.batch;
+  const Lanes even = 2 * lane_index<uint64_t>() + static_cast<uint64_t>(static_cast<uint32_t>(row));
+  const auto drawn = philox_rounds(
+      state, PhiloxCounters<Counter, 2>{{{c0, even, low_head, batch}, {c0, even + 1, low_head, batch}}});
+  store_words(words[0], kLanes<uint32_t>, drawn.c[0], drawn.c[1]);
 }
 
 // words[i][j] is the draw of row rows[i] of heads[i] and of column 64 * chunk + j.
-inline void philox_words(const PhiloxRow& state, uint64_t chunk, const int64_t* rows, const int64_t* heads,
-                         uint32_t (&words)[2][kDropoutColumns]) {
-  using Lanes = Vec<uint64_t>;
+template <int N>
+inline void philox_words(const PhiloxBatch& state, int64_t chunk, const int64_t (&rows)[N],
+                         const int64_t (&heads)[N], uint32_t (&words)[N][kDropoutColumns]) {
+  using Counter = PhiloxCounter<Vec<uint64_t>, uint64_t, uint64_t, uint64_t>;
   const uint64_t batch = state.batch;
   for (uint64_t first = 0; first < 16; first += kLanes<uint32_t>) {
-    const Lanes c0 = 2 * lane_index<uint64_t>() + (chunk * 16 + first);
-    using Counter = PhiloxCounter<Lanes, uint64_t, uint64_t, uint64_t>;
-    PhiloxCounters<Counter, 4> start;
-    for (int i = 0; i < 4; ++i) {
+    const Vec<uint64_t> c0 = 2 * lane_index<uint64_t>() + (static_cast<uint64_t>(chunk) * 16 + first);
+    PhiloxCounters<Counter, 2 * N> start;
+    for (int i = 0; i < 2 * N; ++i) {
       const uint64_t row = static_cast<uint32_t>(rows[i / 2]), head = static_cast<uint32_t>(heads[i / 2]);
       start.c[i] = {i % 2 == 0 ? c0 : c0 + 1, row, head, batch};
     }
     const auto drawn = philox_rounds(state, start);
 #pragma GCC unroll 2
-    for (int i = 0; i < 2; ++i) {
-      uint32_t* to = words[i] + first;
-      store_interleaved(to, drawn.c[2 * i].w0, drawn.c[2 * i + 1].w0);
-      store_interleaved(to + 16, drawn.c[2 * i].w1, drawn.c[2 * i + 1].w1);
-      store_interleaved(to + 32, drawn.c[2 * i].w2, drawn.c[2 * i + 1].w2);
-      store_interleaved(to + 48, drawn.c[2 * i].w3, drawn.c[2 * i + 1].w3);
-    }
-  }
-}
-
-// words[j] is the draw of row state.row of state.head.
-inline void philox_words(const PhiloxRow& state, uint64_t chunk, uint32_t (&words)[kDropoutColumns]) {
-  using Counter = PhiloxCounter<Vec<uint64_t>, uint64_t, uint64_t, uint64_t>;
-  const uint64_t row = state.row, head = state.head, batch = state.batch;
-  for (uint64_t first = 0; first < 16; first += kLanes<uint32_t>) {
-    const Vec<uint64_t> c0 = 2 * lane_index<uint64_t>() + (chunk * 16 + first);
-    const auto drawn = philox_rounds(
-        state, PhiloxCounters<Counter, 2>{{{c0, row, head, batch}, {c0 + 1, row, head, batch}}});
-    store_interleaved(words + first, drawn.c[0].w0, drawn.c[1].w0);
-    store_interleaved(words + 16 + first, drawn.c[0].w1, drawn.c[1].w1);
-    store_interleaved(words + 32 + first, drawn.c[0].w2, drawn.c[1].w2);
-    store_interleaved(words + 48 + first, drawn.c[0].w3, drawn.c[1].w3);
+    for (int i = 0; i < N; ++i) store_words(words[i] + first, 16, drawn.c[2 * i], drawn.c[2 * i + 1]);
   }
 }
 
@@ -165,13 +152,14 @@ ATTN_EXT_INLINE void drop_span(const T* weights, int64_t begin, int64_t end, con
   }
 }
 
-// keep[j] = the factor of the weight of column 64 * chunk + j of row state.row of state.head.
+// keep[j] = the factor of the weight of column 64 * chunk + j of a row.
 template <typename T>
-inline void dropout_factors(const PhiloxRow& state, const DropoutRule& rule, int64_t chunk, T* keep) {
+inline void dropout_factors(const PhiloxBatch& state, const DropoutRule& rule, int64_t head, int64_t row,
+                            int64_t chunk, T* keep) {
   const T scale = static_cast<T>(rule.keep_scale);
-  uint32_t words[kDropoutColumns];
-  philox_words(state, static_cast<uint64_t>(chunk), words);
-  for (int64_t j = 0; j < kDropoutColumns; ++j) keep[j] = words[j] >= rule.threshold ? scale : 0;
+  uint32_t words[1][kDropoutColumns];
+  philox_words<1>(state, chunk, {row}, {head}, words);
+  for (int64_t j = 0; j < kDropoutColumns; ++j) keep[j] = words[0][j] >= rule.threshold ? scale : 0;
 }
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

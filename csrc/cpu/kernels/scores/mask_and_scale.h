@@ -205,7 +205,8 @@ void masked_tile(const TileArgs<Product>& args, const M* const (&rows)[kTileRows
     for (int64_t j = ahead; j < 2 * kColumns; j += kLineElements) __builtin_prefetch(rows[r] + j);
   }
   Vec<T> sums[kTileRows][kTileVectors] = {};
-  multiply_tile(args, sums);
+  HalfVec<T> none[kTileRows];
+  multiply_tile<Product, kTileRows, kTileVectors, false>(args, sums, none);
   const Vec<T> factor = broadcast(scale);
 #pragma GCC unroll 8
   for (int r = 0; r < kTileRows; ++r) {

@@ -12,22 +12,17 @@ ATTN_EXT_INLINE Vec<T> max_span(const T* scores, int64_t begin, int64_t end, Vec
 }
 
 // Lane i always sums the columns i, i + lanes, ...: the sum does not depend on where a span begins.
-template <typename T, int Degree>
+template <typename T>
 ATTN_EXT_INLINE Vec<T> exp_span(T* scores, int64_t begin, int64_t end, T scale, T row_max, Vec<T> sum) {
   const Vec<T> factor = broadcast(scale);
   const Vec<T> shift = broadcast(-row_max);
   for (int64_t j = begin; j < end; j += kLanes<T>) {
-    const Vec<T> p = exp2<T, Degree>(multiply_add(load(scores + j), factor, shift));
+    const Vec<T> p = exp2<T>(multiply_add(load(scores + j), factor, shift));
     store(scores + j, p);
     sum += p;
   }
   return sum;
 }
-
-// As exp_span, for weights that go on in pairs of bfloat16; there only where bfloat16 has its own product.
-template <int Degree>
-Vec<float> exp_span_paired(float* scores, int64_t begin, int64_t end, float scale, float row_max,
-                           Vec<float> sum);
 
 #if defined(__AVX512BF16__)
 // Rounding in place: weight j moves to the j-th bfloat16 of the row, which only ever overwrites what has
@@ -42,7 +37,7 @@ ATTN_EXT_INLINE void store_paired(float* row, int64_t j, Vec<float> p0, Vec<floa
   memcpy(reinterpret_cast<uint16_t*>(row) + j, &both, sizeof(both));
 }
 
-template <int Degree>
+// As exp_span, for weights that go on in pairs of bfloat16.
 inline Vec<float> exp_span_paired(float* scores, int64_t begin, int64_t end, float scale, float row_max,
                                   Vec<float> sum) {
   constexpr int64_t kWidth = kLanes<float>;
@@ -50,13 +45,13 @@ inline Vec<float> exp_span_paired(float* scores, int64_t begin, int64_t end, flo
   const Vec<float> shift = broadcast(-row_max);
   int64_t j = begin;
   for (; j + 2 * kWidth <= end; j += 2 * kWidth) {
-    const Vec<float> p0 = exp2<float, Degree>(multiply_add(load(scores + j), factor, shift));
-    const Vec<float> p1 = exp2<float, Degree>(multiply_add(load(scores + j + kWidth), factor, shift));
+    const Vec<float> p0 = exp2<float>(multiply_add(load(scores + j), factor, shift));
+    const Vec<float> p1 = exp2<float>(multiply_add(load(scores + j + kWidth), factor, shift));
     store_paired(scores, j, p0, p1);
     sum = (sum + p0) + p1;
   }
   if (j < end) {
-    const Vec<float> p = exp2<float, Degree>(multiply_add(load(scores + j), factor, shift));
+    const Vec<float> p = exp2<float>(multiply_add(load(scores + j), factor, shift));
     store_paired(scores, j, p);
     sum += p;
   }
@@ -69,9 +64,9 @@ ATTN_EXT_INLINE void pair_span(float* scores, int64_t begin, int64_t end) {
 #endif
 
 // P = 2^(scale s - lse); exactly 0 where a key is masked or a query is dead, whatever else is NaN there.
-template <typename T, int Degree, bool Select>
+template <typename T, bool Select>
 ATTN_EXT_INLINE Vec<T> weights_of(Vec<T> s, Vec<T> scale, Vec<T> lse) {
-  const Vec<T> p = exp2<T, Degree>(multiply_add(s, scale, -lse));
+  const Vec<T> p = exp2<T>(multiply_add(s, scale, -lse));
   if constexpr (!Select) return p;
   return ((s == -kInfinity<T>) | (lse == kInfinity<T>)) ? Vec<T>{} : p;
 }

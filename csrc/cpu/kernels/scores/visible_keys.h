@@ -96,6 +96,21 @@ inline bool any_let_through(const uint8_t* mask, int64_t stride, int64_t count) 
   return false;
 }
 
+// Whether a row of the mask, if there is one, lets any of `keys` through.
+template <typename Element>
+ATTN_EXT_INLINE bool any_let_through(const ScoreRule& rule, int64_t batch, int64_t head, int64_t row,
+                                     Range keys) {
+  if (is_empty(keys) || rule.mask_kind == ScalarKind::kNone) return !is_empty(keys);
+  bool any = false;
+  with_mask_type<Element>(rule.mask_kind, [&](auto tag) {
+    using M = typename decltype(tag)::Type;
+    const int64_t stride = rule.mask.column_stride;
+    const M* mask = row_pointer<const M>(rule.mask, batch, head, row) + keys.begin * stride;
+    any = any_let_through(mask, stride, keys.end - keys.begin);
+  });
+  return any;
+}
+
 // The range from the first key that a bool mask row lets through to the last; `gapless` tells whether it lets
 // all of that range through, as padding masks do: then the range says all and the mask need not be looked at
 // again.

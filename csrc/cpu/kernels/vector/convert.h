@@ -163,20 +163,18 @@ ATTN_EXT_INLINE Vec<uint32_t> bfloat16_bits(Vec<float> v) {
   return (v != v) ? Vec<uint32_t>{} + 0x7fc0u : rounded;
 }
 
-ATTN_EXT_INLINE void store_element(float* p, Vec<float> v) {
-  store(p, v);
+// A vector as it lies in memory, of the type that the pointer names.
+ATTN_EXT_INLINE Vec<float> to_element(Vec<float> v, const float*) {
+  return v;
 }
-ATTN_EXT_INLINE void store_element(double* p, Vec<double> v) {
-  store(p, v);
+ATTN_EXT_INLINE Vec<double> to_element(Vec<double> v, const double*) {
+  return v;
 }
-
-ATTN_EXT_INLINE void store_element(BFloat16* p, Vec<float> v) {
+ATTN_EXT_INLINE HalfBits to_element(Vec<float> v, const BFloat16*) {
 #if defined(__AVX512BF16__)
-  const __m256bh half = _mm512_cvtneps_pbh((__m512)v);  // subnormals become 0, as in the products of this set
-  memcpy(p, &half, sizeof(half));
+  return (HalfBits)_mm512_cvtneps_pbh((__m512)v);  // subnormals become 0, as in the products of this set
 #else
-  const HalfBits bits = low_halves(bfloat16_bits(v));
-  *reinterpret_cast<HalfBitsUnaligned*>(p) = bits;
+  return low_halves(bfloat16_bits(v));
 #endif
 }
 
@@ -200,19 +198,29 @@ ATTN_EXT_INLINE uint16_t float16_bits(float x) {
 }
 #endif
 
-ATTN_EXT_INLINE void store_element(Float16* p, Vec<float> v) {
+ATTN_EXT_INLINE HalfBits to_element(Vec<float> v, const Float16*) {
 #if defined(__AVX512F__)
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+  return (HalfBits)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT);
 #elif defined(__F16C__)
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
-#elif defined(__aarch64__)
-  for (int i = 0; i < kLanes<float>; ++i) {
-    const __fp16 h = static_cast<__fp16>(v[i]);
-    memcpy(&p[i].bits, &h, sizeof(h));
-  }
+  return (HalfBits)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
 #else
-  for (int i = 0; i < kLanes<float>; ++i) p[i].bits = float16_bits(v[i]);
+  HalfBits bits;
+  for (int i = 0; i < kLanes<float>; ++i) {
+#if defined(__aarch64__)
+    const __fp16 h = static_cast<__fp16>(v[i]);
+    memcpy(reinterpret_cast<char*>(&bits) + 2 * i, &h, sizeof(h));
+#else
+    bits[i] = float16_bits(v[i]);
 #endif
+  }
+  return bits;
+#endif
+}
+
+template <typename Element>
+ATTN_EXT_INLINE void store_element(Element* p, Vec<Compute<Element>> v) {
+  const auto lanes = to_element(v, p);
+  memcpy(p, &lanes, sizeof(lanes));
 }
 
 template <typename Element>

@@ -27,41 +27,33 @@ ATTN_EXT_INLINE Vec<T> shuffle(Vec<T> a, Vec<T> b, Vec<Bits<T>> index) {
 #endif
 }
 
-// Sum and maximum over the lanes, by halving: the order does not depend on where the vector came from.
+// Over the lanes, by halving: the order does not depend on where the vector came from.
+template <typename T, typename Join>
+ATTN_EXT_INLINE T join_lanes(Vec<T> v, Join join) {
+  T lanes[kLanes<T>];
+  store(lanes, v);
+  for (int n = kLanes<T> / 2; n > 0; n /= 2) {
+    for (int i = 0; i < n; ++i) lanes[i] = join(lanes[i], lanes[i + n]);
+  }
+  return lanes[0];
+}
+
 template <typename T>
 ATTN_EXT_INLINE T lane_sum(Vec<T> v) {
 #if defined(__AVX512F__)
-  if constexpr (sizeof(T) == 4) {
-    return _mm512_reduce_add_ps((__m512)v);
-  } else {
-    return _mm512_reduce_add_pd((__m512d)v);
-  }
-#else
-  T sums[kLanes<T>];
-  store(sums, v);
-  for (int n = kLanes<T> / 2; n > 0; n /= 2) {
-    for (int i = 0; i < n; ++i) sums[i] += sums[i + n];
-  }
-  return sums[0];
+  if constexpr (sizeof(T) == 4) return _mm512_reduce_add_ps((__m512)v);
+  if constexpr (sizeof(T) == 8) return _mm512_reduce_add_pd((__m512d)v);
 #endif
+  return join_lanes<T>(v, [](T a, T b) { return a + b; });
 }
 
 template <typename T>
 ATTN_EXT_INLINE T lane_max(Vec<T> v) {
 #if defined(__AVX512F__)
-  if constexpr (sizeof(T) == 4) {
-    return _mm512_reduce_max_ps((__m512)v);
-  } else {
-    return _mm512_reduce_max_pd((__m512d)v);
-  }
-#else
-  T top[kLanes<T>];
-  store(top, v);
-  for (int n = kLanes<T> / 2; n > 0; n /= 2) {
-    for (int i = 0; i < n; ++i) top[i] = top[i] > top[i + n] ? top[i] : top[i + n];
-  }
-  return top[0];
+  if constexpr (sizeof(T) == 4) return _mm512_reduce_max_ps((__m512)v);
+  if constexpr (sizeof(T) == 8) return _mm512_reduce_max_pd((__m512d)v);
 #endif
+  return join_lanes<T>(v, [](T a, T b) { return a > b ? a : b; });
 }
 
 // Sums the lanes of as many vectors as a vector has lanes: lane i of the result is the sum of sums[i]. Every

@@ -1,5 +1,4 @@
-// exp2, log and tanh on vectors. Accurate to about an ulp unless a lower degree is asked for; NaN in, NaN
-// out.
+// exp2, log and tanh on vectors. Accurate to about an ulp; NaN in, NaN out.
 #pragma once
 
 #include "simd.h"
@@ -28,28 +27,17 @@ struct FloatFormat<double> {
 
 // Minimax polynomials (relative error) for 2^r: on [0, 1) where the hardware splits off the floor, else on
 // [-1/2, 1/2]. The constant is held at 1, so that 2^0 is exactly 1.
-template <int Degree>
+template <typename T>
 struct Exp2Coefficients;
 template <>
-struct Exp2Coefficients<3> {
-  static constexpr double kFloor[] = {1.0, 0.695116786418, 0.227644991196, 0.077067041997};
-  static constexpr double kNearest[] = {1.0, 0.693282927098, 0.242210959276, 0.055008931119};
-};
-template <>
-struct Exp2Coefficients<4> {
-  static constexpr double kFloor[] = {1.0, 0.693044844903, 0.241280204753, 0.0522424742208, 0.0134266842729};
-  static constexpr double kNearest[] = {1.0, 0.693124193418, 0.240240986099, 0.0559064245972,
-                                        0.00958285309517};
-};
-template <>
-struct Exp2Coefficients<5> {
+struct Exp2Coefficients<float> {
   static constexpr double kFloor[] = {
       1.0, 0.693151311805, 0.240164450155, 0.0557999131051, 0.00901703032103, 0.00186713007038};
   static constexpr double kNearest[] = {
       1.0, 0.693146977599, 0.240222420854, 0.0555073374325, 0.00967151263965, 0.00132647271974};
 };
 template <>
-struct Exp2Coefficients<11> {
+struct Exp2Coefficients<double> {
   static constexpr double kFloor[] = {1.0,
                                       0.6931471805599462346,
                                       0.24022650695905471359,
@@ -76,30 +64,27 @@ struct Exp2Coefficients<11> {
                                         4.4352809446103361611e-10};
 };
 
-template <typename T>
-constexpr int kFullDegree = sizeof(T) == 4 ? 5 : 11;
-
-template <typename T, int Degree>
-ATTN_EXT_INLINE Vec<T> polynomial(const double (&coefficients)[Degree + 1], Vec<T> x) {
-  Vec<T> y = broadcast(static_cast<T>(coefficients[Degree]));
+template <typename T, int Terms>
+ATTN_EXT_INLINE Vec<T> polynomial(const double (&coefficients)[Terms], Vec<T> x) {
+  Vec<T> y = broadcast(static_cast<T>(coefficients[Terms - 1]));
 #pragma GCC unroll 16
-  for (int i = Degree - 1; i >= 0; --i) y = multiply_add(y, x, broadcast(static_cast<T>(coefficients[i])));
+  for (int i = Terms - 2; i >= 0; --i) y = multiply_add(y, x, broadcast(static_cast<T>(coefficients[i])));
   return y;
 }
 
 // 2^x for x up to the largest exponent; exactly 0 for -inf and where the result is far below the smallest
 // normal.
-template <typename T, int Degree = kFullDegree<T>>
+template <typename T>
 ATTN_EXT_INLINE Vec<T> exp2(Vec<T> x) {
 #if defined(__AVX512DQ__)
   // x - floor(x) is 0 for -inf, and scaling by 2^-inf gives 0: no clamp is needed.
   if constexpr (sizeof(T) == 4) {
     const Vec<T> r = (Vec<T>)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    const Vec<T> y = polynomial<T, Degree>(Exp2Coefficients<Degree>::kFloor, r);
+    const Vec<T> y = polynomial<T>(Exp2Coefficients<T>::kFloor, r);
     return (Vec<T>)_mm512_scalef_ps((__m512)y, (__m512)x);
   } else {
     const Vec<T> r = (Vec<T>)_mm512_reduce_pd((__m512d)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    const Vec<T> y = polynomial<T, Degree>(Exp2Coefficients<Degree>::kFloor, r);
+    const Vec<T> y = polynomial<T>(Exp2Coefficients<T>::kFloor, r);
     return (Vec<T>)_mm512_scalef_pd((__m512d)y, (__m512d)x);
   }
 #else
@@ -109,7 +94,7 @@ ATTN_EXT_INLINE Vec<T> exp2(Vec<T> x) {
   x = maximum(broadcast(static_cast<T>(-Format::kBias)), x);
   const Vec<T> shifted = x + Format::kRounder;
   const Vec<T> r = x - (shifted - Format::kRounder);
-  const Vec<T> y = polynomial<T, Degree>(Exp2Coefficients<Degree>::kNearest, r);
+  const Vec<T> y = polynomial<T>(Exp2Coefficients<T>::kNearest, r);
   const Vec<T> scaled = (Vec<T>)((Vec<Bits<T>>)y + ((Vec<Bits<T>>)shifted << Format::kMantissaBits));
   return x != x ? x : scaled;
 #endif

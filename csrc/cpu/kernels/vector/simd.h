@@ -197,11 +197,6 @@ ATTN_EXT_INLINE HalfVec<double> multiply_add(HalfVec<double> a, HalfVec<double> 
   return (HalfVec<double>)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
 }
 
-template <typename T>
-ATTN_EXT_INLINE HalfVec<T> lower_half(Vec<T> v) {
-  return (HalfVec<T>)_mm512_castsi512_si256((__m512i)v);
-}
-
 // A half in the lower lanes, 0 in the upper ones.
 ATTN_EXT_INLINE Vec<float> with_zeros(HalfVec<float> v) {
   return (Vec<float>)_mm512_zextps256_ps512((__m256)v);
@@ -210,6 +205,17 @@ ATTN_EXT_INLINE Vec<double> with_zeros(HalfVec<double> v) {
   return (Vec<double>)_mm512_zextpd256_pd512((__m256d)v);
 }
 #endif
+
+template <typename T>
+ATTN_EXT_INLINE HalfVec<T> lower_half(Vec<T> v) {
+#if defined(__AVX512F__)
+  return (HalfVec<T>)_mm512_castsi512_si256((__m512i)v);
+#else
+  HalfVec<T> half;
+  memcpy(&half, &v, sizeof(half));
+  return half;
+#endif
+}
 
 template <typename T>
 ATTN_EXT_INLINE HalfVec<T> load_half(const T* p) {

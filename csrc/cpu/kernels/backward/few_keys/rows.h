@@ -16,12 +16,9 @@ ATTN_EXT_INLINE Vec<T> keep_lanes(Vec<T> s, int64_t begin, int64_t end) {
 // The dropout factors of a row.
 template <typename S>
 void FewKeysUnit<S>::draw_row(int64_t row) const {
-  PhiloxRow state;
-  set_philox_batch(state, params_.dropout, unit_.batch);
-  state.head = static_cast<uint32_t>(head_);
-  state.row = static_cast<uint32_t>(row);
+  const PhiloxBatch state = philox_batch(params_.dropout, unit_.batch);
   for (int64_t first = 0; first < stride_; first += kDropoutColumns) {
-    dropout_factors(state, params_.dropout, first / kDropoutColumns, s_.keep + first);
+    dropout_factors(state, params_.dropout, head_, row, first / kDropoutColumns, s_.keep + first);
   }
 }
 
@@ -146,7 +143,7 @@ ATTN_EXT_INLINE void FewKeysUnit<S>::make_plain_weights(T* scores, const T* grad
       }
     }
     if (v + 1 == Vectors || has_window) s = keep_lanes<T>(s, seen.begin - j, seen.end - j);
-    const Vec<T> power = exp2<T, S::kExpDegree>(multiply_add(s, factor, shift));
+    const Vec<T> power = exp2<T>(multiply_add(s, factor, shift));
     const Vec<T> p = s == -kInfinity<T> ? Vec<T>{} : power;
     store(scores + j, p);
     weight_sums += p;

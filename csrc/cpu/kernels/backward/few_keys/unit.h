@@ -106,7 +106,13 @@ class FewKeysUnit {
   FewKeysUnit(const FewKeysUnit&) = delete;
   FewKeysUnit& operator=(const FewKeysUnit&) = delete;
 
-  void begin(Unit unit);
+  void begin(Unit unit) {
+    unit_ = unit;
+    keys_ = visible_keys();
+    stride_ = padded_dim<S>(keys_);
+    started_ = bad_keys_ = false;
+    pack_keys();
+  }
   // Adds what a query head of the group gives.
   void add_head(int64_t head);
   void store_keys();
@@ -114,12 +120,26 @@ class FewKeysUnit {
  private:
   int64_t visible_keys() const;
   void pack_keys();
-  Operands<Operand> pack_columns(const Matrix<Element>& m, Operand* out) const;
+  // K^T or V^T as right operand.
+  Operands<typename S::Operand> pack_columns(const Matrix<Element>& m, Operand* out) const {
+    const int64_t width = panel_width_of<S>(keys_), depth = depth_of<Product>(m.columns);
+    for (int64_t first = 0; first < stride_; first += width) {
+      pack_column_panel<Product>(m, first, width, out + first * depth);
+    }
+    return {out, width, depth * width};
+  }
   void add_rows(int64_t first, int64_t count);
   void store_grad_query(int64_t first, int64_t count);
   MultiplyArgs<Product> product_args(int64_t rows, int64_t columns, int64_t depth, Operands<Operand> right,
                                      T* out) const;
-  void multiply_rows(const Matrix<Element>& left, Operand* buffer, Operands<Operand> right, T* out) const;
+  // out (rows, keys) = left (rows, dim) . right (dim, keys)
+  void multiply_rows(const Matrix<Element>& left, Operand* buffer, Operands<Operand> right, T* out) const {
+    const Operands<Operand> rows = left_operands<S>(left, buffer);
+    MultiplyArgs<Product> args = product_args(left.rows, keys_, depth_of<Product>(left.columns), right, out);
+    args.left = rows.data;
+    args.left_stride = rows.row_stride;
+    multiply<Product, false>(args);
+  }
   bool is_dead_row(int64_t row) const {
     return is_dead(params_.rule, unit_.batch, head_, row, lse_rows<S>(params_, unit_.batch, head_)[row]);
   }
@@ -143,7 +163,16 @@ class FewKeysUnit {
   void set_far_row(RowSpan<S>& span) const;
   void store_pairs(int64_t r, int64_t j, const Vec<T> (&weights)[2], const Vec<T> (&grads)[2]);
   void pair_rows(int64_t begin, int64_t end);
-  void add_bad_keys(int64_t count);
+  // The keys' NaN and Inf, which key_rows_ leaves out, reach only the queries that see them.
+  void add_bad_keys(int64_t count) {
+    const int64_t padded = padded_dim<S>(key_.columns);
+    each_nonfinite(key_, [&](int64_t j, int64_t d, T bad) {
+      for (int64_t r = 0; r < count; ++r) {
+        const T grad = s_.grads[r * stride_ + j];
+        if (grad != 0) s_.grad_query[r * padded + d] += grad * bad;
+      }
+    });
+  }
   template <bool Carry>
   void add_key_side(int64_t count, Operands<Operand> query, Operands<Operand> grad) const;
 
@@ -182,16 +211,6 @@ int64_t FewKeysUnit<S>::visible_keys() const {
   return seen;
 }
 
-// K^T or V^T as right operand.
-template <typename S>
-Operands<typename S::Operand> FewKeysUnit<S>::pack_columns(const Matrix<Element>& m, Operand* out) const {
-  const int64_t width = panel_width_of<S>(keys_), depth = depth_of<Product>(m.columns);
-  for (int64_t first = 0; first < stride_; first += width) {
-    pack_column_panel<Product>(m, first, width, out + first * depth);
-  }
-  return {out, width, depth * width};
-}
-
 template <typename S>
 void FewKeysUnit<S>::pack_keys() {
   const AttentionShape& shape = params_.shape;
@@ -221,29 +240,6 @@ MultiplyArgs<typename S::Product> FewKeysUnit<S>::product_args(int64_t rows, int
   args.out = out;
   args.out_stride = padded_dim<S>(columns);
   return args;
-}
-
-// out (rows, keys) = left (rows, dim) . right (dim, keys)
-template <typename S>
-void FewKeysUnit<S>::multiply_rows(const Matrix<Element>& left, Operand* buffer, Operands<Operand> right,
-                                   T* out) const {
-  const Operands<Operand> rows = left_operands<S>(left, buffer);
-  MultiplyArgs<Product> args = product_args(left.rows, keys_, depth_of<Product>(left.columns), right, out);
-  args.left = rows.data;
-  args.left_stride = rows.row_stride;
-  multiply<Product, false>(args);
-}
-
-// The keys' NaN and Inf, which key_rows_ leaves out, reach only the queries that see them.
-template <typename S>
-void FewKeysUnit<S>::add_bad_keys(int64_t count) {
-  const int64_t padded = padded_dim<S>(key_.columns);
-  each_nonfinite(key_, [&](int64_t j, int64_t d, T bad) {
-    for (int64_t r = 0; r < count; ++r) {
-      const T grad = s_.grads[r * stride_ + j];
-      if (grad != 0) s_.grad_query[r * padded + d] += grad * bad;
-    }
-  });
 }
 
 template <typename S>
@@ -304,15 +300,6 @@ void FewKeysUnit<S>::add_rows(int64_t first, int64_t count) {
   started_ ? add_key_side<true>(count, query_right, grad_right)
            : add_key_side<false>(count, query_right, grad_right);
   started_ = true;
-}
-
-template <typename S>
-void FewKeysUnit<S>::begin(Unit unit) {
-  unit_ = unit;
-  keys_ = visible_keys();
-  stride_ = padded_dim<S>(keys_);
-  started_ = bad_keys_ = false;
-  pack_keys();
 }
 
 template <typename S>

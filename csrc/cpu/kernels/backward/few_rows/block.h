@@ -110,18 +110,50 @@ class FewRowsBlock {
   RowPlace row_place(int64_t row) const { return {unit_.batch, head_of(row), query_of(row)}; }
   template <typename Clean>
   void pack_side(const TensorView& view, int64_t dim, Operand* operands, T* rows, Clean clean) const;
-  bool is_live(Range keys) const;
+  // Whether any of the rows sees any of the keys.
+  bool is_live(Range keys) const {
+    const ScoreRule& rule = params_.rule;
+    for (int64_t r = 0; r < rows_; ++r) {
+      const Range seen = intersect(window_keys(rule, params_.shape.key_len, query_of(r)), keys);
+      if (any_let_through<Element>(rule, unit_.batch, head_of(r), query_of(r), seen)) return true;
+    }
+    return false;
+  }
   void multiply_rows(const Operand* left, int64_t left_stride, const Matrix<Element>& right, T* out) const;
-  bool scores_are_finite() const;
+  // A key that is not finite gives no finite product with any row.
+  bool scores_are_finite() const {
+    Vec<T> residue = {};  // x - x is 0, NaN for what is not finite
+    for (int64_t i = 0; i < rows_ * kStepKeys; i += S::kLane) {
+      const Vec<T> s = load(s_.weights + i);
+      residue += s - s;
+    }
+    return lane_sum<T>(residue) == 0;
+  }
   void step(Pass pass, Range keys);
-  void draw_dropout(int64_t first_key) const;
-  void finish_step_scores(Range keys) const;
+  // The factors of kDropoutColumns keys.
+  void draw_dropout(int64_t first_key) const {
+    const PhiloxBatch state = philox_batch(params_.dropout, unit_.batch);
+    for (int64_t r = 0; r < rows_; ++r) {
+      dropout_factors(state, params_.dropout, head_of(r), query_of(r), first_key / kDropoutColumns,
+                      s_.keep + r * kDropoutColumns);
+    }
+  }
+  void finish_step_scores(Range keys) const {
+    for (int64_t r = 0; r < rows_; ++r) {
+      finish_row_scores<S>(params_, units_, row_place(r), keys, {s_.weights + r * kStepKeys, kStepKeys},
+                           units_.capped ? s_.cap_slope + r * kStepKeys : nullptr);
+    }
+  }
   void add_to_terms(Pass pass) const;
   void finish_row(Pass pass, int64_t row, Range keys) const;
   void store_key_sides(Range keys) const;
   void store_key_side(const T* left, const T* right, int64_t dim, const GradView& grad, Range keys,
                       T scale) const;
-  void clear_key_side(const GradView& grad, Range keys, int64_t dim) const;
+  void clear_key_side(const GradView& grad, Range keys, int64_t dim) const {
+    for (int64_t j = keys.begin; grad.data != nullptr && j < keys.end; ++j) {
+      clear_gradient_row<S>(grad, unit_.batch, unit_.key_head, j, dim);
+    }
+  }
   void add_grad_query(const Matrix<Element>& key, bool finite) const;
 
   const BackwardParams& params_;
@@ -176,26 +208,6 @@ void FewRowsBlock<S>::pack_rows_of_unit() {
             });
 }
 
-// Whether any of the rows sees any of the keys.
-template <typename S>
-bool FewRowsBlock<S>::is_live(Range keys) const {
-  const ScoreRule& rule = params_.rule;
-  bool live = false;
-  for (int64_t r = 0; r < rows_ && !live; ++r) {
-    const Range seen = intersect(window_keys(rule, params_.shape.key_len, query_of(r)), keys);
-    if (is_empty(seen)) continue;
-    live = rule.mask_kind == ScalarKind::kNone;
-    with_mask_type<Element>(rule.mask_kind, [&](auto tag) {
-      using M = typename decltype(tag)::Type;
-      if (live) return;
-      const M* mask = row_pointer<const M>(rule.mask, unit_.batch, head_of(r), query_of(r));
-      live = any_let_through(mask + seen.begin * rule.mask.column_stride, rule.mask.column_stride,
-                             seen.end - seen.begin);
-    });
-  }
-  return live;
-}
-
 // out (rows, kStepKeys) = left (rows, depth) . right (keys, dim)^T. What lies a step further on is asked for
 // meanwhile.
 template <typename S>
@@ -219,14 +231,6 @@ void FewRowsBlock<S>::multiply_rows(const Operand* left, int64_t left_stride, co
     });
     rows.data += S::kLane * rows.row_stride;
     if (ahead.next != nullptr) ahead.next += S::kLane * ahead.row_bytes;
-  }
-}
-
-template <typename S>
-void FewRowsBlock<S>::finish_step_scores(Range keys) const {
-  for (int64_t r = 0; r < rows_; ++r) {
-    finish_row_scores<S>(params_, units_, row_place(r), keys, {s_.weights + r * kStepKeys, kStepKeys},
-                         units_.capped ? s_.cap_slope + r * kStepKeys : nullptr);
   }
 }
 
@@ -291,13 +295,6 @@ void FewRowsBlock<S>::store_key_side(const T* left, const T* right, int64_t dim,
   }
 }
 
-template <typename S>
-void FewRowsBlock<S>::clear_key_side(const GradView& grad, Range keys, int64_t dim) const {
-  for (int64_t j = keys.begin; grad.data != nullptr && j < keys.end; ++j) {
-    clear_gradient_row<S>(grad, unit_.batch, unit_.key_head, j, dim);
-  }
-}
-
 // dQ += dS K. A key that is not finite must not meet the rows that do not see it.
 template <typename S>
 void FewRowsBlock<S>::add_grad_query(const Matrix<Element>& key, bool finite) const {
@@ -332,17 +329,6 @@ void FewRowsBlock<S>::add_grad_query(const Matrix<Element>& key, bool finite) co
   }
 }
 
-// A key that is not finite gives no finite product with any row.
-template <typename S>
-bool FewRowsBlock<S>::scores_are_finite() const {
-  Vec<T> residue = {};  // x - x is 0, NaN for what is not finite
-  for (int64_t i = 0; i < rows_ * kStepKeys; i += S::kLane) {
-    const Vec<T> s = load(s_.weights + i);
-    residue += s - s;
-  }
-  return lane_sum<T>(residue) == 0;
-}
-
 template <typename S>
 void FewRowsBlock<S>::store_key_sides(Range keys) const {
   const AttentionShape& shape = params_.shape;
@@ -372,18 +358,6 @@ void FewRowsBlock<S>::step(Pass pass, Range keys) {
   if (pass == Pass::kDelta) return;
   store_key_sides(keys);
   if (params_.grad_query.data != nullptr) add_grad_query(key, finite);
-}
-
-// The factors of kDropoutColumns keys.
-template <typename S>
-void FewRowsBlock<S>::draw_dropout(int64_t first_key) const {
-  PhiloxRow state;
-  set_philox_batch(state, params_.dropout, unit_.batch);
-  for (int64_t r = 0; r < rows_; ++r) {
-    state.row = static_cast<uint32_t>(query_of(r));
-    state.head = static_cast<uint32_t>(head_of(r));
-    dropout_factors(state, params_.dropout, first_key / kDropoutColumns, s_.keep + r * kDropoutColumns);
-  }
 }
 
 template <typename S>

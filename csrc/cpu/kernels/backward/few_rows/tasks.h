@@ -24,7 +24,12 @@ class FewRows {
     return counts[round];
   }
   static void run(const BackwardParams& params, const BackwardPlan& plan, int64_t round, int64_t task,
-                  void* shared, void* scratch);
+                  void* shared, void* scratch) {
+    FewRows<S> call(params, plan, shared, scratch);
+    if (round == 0) return call.make_terms(unit_at(params.shape, task));
+    if (round == 1) return call.run_pieces(task);
+    round == 2 ? call.merge(unit_at(params.shape, task)) : call.sum_mask_rows();
+  }
 
  private:
   using T = typename S::Accum;
@@ -58,12 +63,38 @@ class FewRows {
   T* partial_sums(Unit unit, int64_t piece) const { return partial(unit, piece) + rows_ * dim_; }
   int64_t head_of(Unit unit, int64_t row) const { return unit.key_head * group_ + row / shape_.query_len; }
 
-  void set_unit(Unit unit);
+  void set_unit(Unit unit) {
+    block_.set_unit(unit);
+    if (plan_.few_rows.term_tasks == 0) return;
+    const T* from = terms_of(unit);
+    for (T* to : {s_.terms.lse, s_.terms.delta, s_.terms.row_scale}) {
+      memcpy(to, from, static_cast<size_t>(rows_) * sizeof(T));
+      from += rows_;
+    }
+  }
   void make_terms(Unit unit);
   void run_pieces(int64_t task);
-  void merge(Unit unit);
+  void merge(Unit unit) {
+    if (params_.grad_sinks != nullptr) {
+      set_unit(unit);
+      for (int64_t r = 0; r < rows_; r += shape_.query_len) {
+        store_sink<S>(params_, unit.batch, head_of(unit, r),
+                      [&](int64_t i) { return s_.terms.delta[r + i]; });
+      }
+    }
+    if (params_.grad_query.data != nullptr) merge_grad_query(unit);
+  }
   void merge_grad_query(Unit unit) const;
-  void sum_mask_rows() const;
+  // A mask that all keys share has the rows' sums of dS as its gradient.
+  void sum_mask_rows() const {
+    for (int64_t i = 0; i < unit_count(shape_); ++i) {
+      const Unit unit = unit_at(shape_, i);
+      for (int64_t r = 0; r < rows_; ++r) {
+        T* to = row_pointer<T>(params_.grad_mask, unit.batch, head_of(unit, r), r % shape_.query_len);
+        for (int64_t piece = 0; piece < plan_.few_rows.pieces; ++piece) *to += partial_sums(unit, piece)[r];
+      }
+    }
+  }
 
   const BackwardParams& params_;
   const BackwardPlan& plan_;
@@ -97,17 +128,6 @@ void FewRows<S>::plan(const BackwardParams& params, int, BackwardPlan& plan) {
   Arena arena{nullptr, 0};
   take_few_rows_scratch<S>(arena, params);
   plan.thread_bytes = arena.used;
-}
-
-template <typename S>
-void FewRows<S>::set_unit(Unit unit) {
-  block_.set_unit(unit);
-  if (plan_.few_rows.term_tasks == 0) return;
-  const T* from = terms_of(unit);
-  for (T* to : {s_.terms.lse, s_.terms.delta, s_.terms.row_scale}) {
-    memcpy(to, from, static_cast<size_t>(rows_) * sizeof(T));
-    from += rows_;
-  }
 }
 
 // The maxima and sums of far rows, and delta where the output does not tell it.
@@ -171,38 +191,6 @@ void FewRows<S>::merge_grad_query(Unit unit) const {
     write_gradient_row<S>(sums, params_.grad_query, unit.batch, head_of(unit, r), r % shape_.query_len,
                           shape_.head_dim, static_cast<T>(params_.rule.scale));
   }
-}
-
-template <typename S>
-void FewRows<S>::merge(Unit unit) {
-  if (params_.grad_sinks != nullptr) {
-    set_unit(unit);
-    for (int64_t r = 0; r < rows_; r += shape_.query_len) {
-      store_sink<S>(params_, unit.batch, head_of(unit, r), [&](int64_t i) { return s_.terms.delta[r + i]; });
-    }
-  }
-  if (params_.grad_query.data != nullptr) merge_grad_query(unit);
-}
-
-// A mask that all keys share has the rows' sums of dS as its gradient.
-template <typename S>
-void FewRows<S>::sum_mask_rows() const {
-  for (int64_t i = 0; i < unit_count(shape_); ++i) {
-    const Unit unit = unit_at(shape_, i);
-    for (int64_t r = 0; r < rows_; ++r) {
-      T* to = row_pointer<T>(params_.grad_mask, unit.batch, head_of(unit, r), r % shape_.query_len);
-      for (int64_t piece = 0; piece < plan_.few_rows.pieces; ++piece) *to += partial_sums(unit, piece)[r];
-    }
-  }
-}
-
-template <typename S>
-void FewRows<S>::run(const BackwardParams& params, const BackwardPlan& plan, int64_t round, int64_t task,
-                     void* shared, void* scratch) {
-  FewRows<S> call(params, plan, shared, scratch);
-  if (round == 0) return call.make_terms(unit_at(params.shape, task));
-  if (round == 1) return call.run_pieces(task);
-  round == 2 ? call.merge(unit_at(params.shape, task)) : call.sum_mask_rows();
 }
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

@@ -84,7 +84,15 @@ class KeyQueryBlock {
 
   // Some keys of a key head, and where their gradients are summed.
   void set_keys(int64_t batch, int64_t key_head, Range keys, const KeyPack<S>& pack, T* grad_key,
-                T* grad_value);
+                T* grad_value) {
+    batch_ = batch;
+    key_head_ = key_head;
+    key_first_ = keys.begin;
+    key_count_ = keys.end - keys.begin;
+    keys_ = pack;
+    grad_key_ = grad_key;
+    grad_value_ = grad_value;
+  }
   void set_grad_mask(T* grad_mask) { grad_mask_ = grad_mask; }
 
   // Adds to the gradients what some query rows of a head give.
@@ -126,8 +134,10 @@ class KeyQueryBlock {
                        int64_t panel) const;
   RowsAhead mask_ahead(int64_t cell, int64_t panel) const;
   RowsAhead grad_mask_ahead(int64_t cell, int64_t panel) const;
-  void load_bias_cell(int64_t cell, int64_t panel);
-  void load_weight_grads_cell(int64_t cell, int64_t panel);
+  template <typename M, typename Convert>
+  void load_cell(const TensorView& view, int64_t cell, int64_t panel, T* out, Convert convert) const;
+  void load_bias_cell(int64_t cell, int64_t panel) const;
+  void load_weight_grads_cell(int64_t cell, int64_t panel) const;
   void add_mask_grads(int64_t cell, int64_t panel);
   void add_mask_square(const T* grads, int64_t keys, T* to, int64_t queries) const;
   void draw_dropout(int64_t panel);
@@ -195,18 +205,6 @@ KeyQueryBlock<S>::KeyQueryBlock(const BackwardParams& params, const TilesPlan& p
       full_(params.dropout.enabled || params.rule.softcap > 0 || params.grad_weights.data != nullptr ||
             params.grad_key_mass.data != nullptr || params.grad_output.data == nullptr),
       cell_size_(params.rule.mask_kind == ScalarKind::kNone ? kCellRows : kMaskCellRows) {}
-
-template <typename S>
-void KeyQueryBlock<S>::set_keys(int64_t batch, int64_t key_head, Range keys, const KeyPack<S>& pack,
-                                T* grad_key, T* grad_value) {
-  batch_ = batch;
-  key_head_ = key_head;
-  key_first_ = keys.begin;
-  key_count_ = keys.end - keys.begin;
-  keys_ = pack;
-  grad_key_ = grad_key;
-  grad_value_ = grad_value;
-}
 
 template <typename S>
 void KeyQueryBlock<S>::add_queries(int64_t head, Range rows, const QueryPack<S>& pack) {

@@ -49,7 +49,7 @@ void KeyQueryBlock<S>::multiply_cell(int64_t cell, int64_t panel, const Operands
     args.right_stride = panel_width(panel);
     args.out = out + cell_offset(cell, panel, tile) + span.begin;
     args.out_stride = s_.score_stride;
-    tile_function<Product, false>(tile_rows(tile), (span.end - span.begin) / S::kLane)(args);
+    tile_function<Product, false>(tile_rows(tile), span.end - span.begin)(args);
   }
 }
 
@@ -88,7 +88,7 @@ void KeyQueryBlock<S>::plain_row(T* scores, T* grads, Range span, int64_t panel)
   const T* lse = queries_.terms.lse + panel;
   const T* delta = queries_.terms.delta + panel;
   for (int64_t i = span.begin; i < span.end; i += S::kLane) {
-    const Vec<T> p = weights_of<T, S::kExpDegree, Select>(load(scores + i), factor, load(lse + i));
+    const Vec<T> p = weights_of<T, Select>(load(scores + i), factor, load(lse + i));
     const Vec<T> grad = p * (load(grads + i) - load(delta + i));
     store(scores + i, p);
     store(grads + i, Select ? (p == Vec<T>{} ? Vec<T>{} : grad) : grad);
@@ -227,8 +227,8 @@ void KeyQueryBlock<S>::plain_paired_cell(int64_t cell, int64_t panel) {
 #pragma GCC unroll 2
         for (int v = 0; v < 2; ++v) {
           const int64_t at = i + v * S::kLane;
-          const Vec<T> p = weights_of<T, S::kExpDegree, Select>(load(score_row(cell, panel, r + k) + at),
-                                                                factor, load(lse + at));
+          const Vec<T> p =
+              weights_of<T, Select>(load(score_row(cell, panel, r + k) + at), factor, load(lse + at));
           const Vec<T> grad = p * (load(grad_row(cell, panel, r + k) + at) - load(delta + at));
           weights[k][v] = p;
           grads[k][v] = Select ? (p == Vec<T>{} ? Vec<T>{} : grad) : grad;

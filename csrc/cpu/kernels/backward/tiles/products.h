@@ -15,7 +15,7 @@ void KeyQueryBlock<S>::add_key_side(const Operand* left, const Operands<Operand>
     const int64_t columns = round_up(smaller(width, dim - column), kColumnUnit<T>);
     for (int64_t tile = 0; tile < key_count_; tile += kTileRows) {
       const int64_t cell = round_down(tile, cell_size_);
-      const TileFunction<Product> product = tile_function_of_columns<Product, true>(tile_rows(tile), columns);
+      const TileFunction<Product> product = tile_function<Product, true>(tile_rows(tile), columns);
       for (int64_t panel = 0; panel < padded_queries_;) {
         int64_t end = panel;
         while (end < padded_queries_ && live(cell, end)) end += S::kPanel;
@@ -62,7 +62,7 @@ void KeyQueryBlock<S>::add_grad_query() {
       for (int64_t d = 0; d < dim; d += kTileRows) {
         args.left = left.data + run.begin * left.row_stride + d;
         args.out = queries_.grad_query + panel * dim + d * width;
-        tile_function<Product, true>(smaller(kTileRows, dim - d), width / S::kLane)(args);
+        tile_function<Product, true>(smaller(kTileRows, dim - d), width)(args);
       }
     }
   }

@@ -20,7 +20,14 @@ class Tiles {
   static void plan(const BackwardParams& params, int threads, BackwardPlan& plan);
   static int64_t tasks(const BackwardPlan& plan, int64_t round);
   static void run(const BackwardParams& params, const BackwardPlan& plan, int64_t round, int64_t task,
-                  void* shared, void* scratch);
+                  void* shared, void* scratch) {
+    Tiles<S> call(params, plan, shared, scratch);
+    if (round == 0) return call.prepare(task);
+    if (round == 1) return call.prepare_rows(task);
+    if (round == plan.rounds - 2) return call.finish(task);
+    if (round == plan.rounds - 1) return call.mask_copies_.sum(plan.chains, task, plan.tiles.sum_tasks);
+    plan.tiles.in_phases ? call.run_phase(round - 2, task) : call.run_chain(task);
+  }
 
  private:
   using T = typename S::Accum;
@@ -58,17 +65,47 @@ class Tiles {
   Range key_rows(int64_t block) const { return block_rows(shape_.key_len, plan_.block_keys, block); }
   int64_t head_of(Unit unit, int64_t group_head) const { return unit.key_head * group_ + group_head; }
 
-  void pack_queries(Unit unit, int64_t group_head, int64_t block) const;
-  void pack_keys(Unit unit, int64_t block) const;
+  void pack_queries(Unit unit, int64_t group_head, int64_t block) const {
+    pack_query_block<S>(params_, memory_.query_pack(group_head, block), unit.batch, head_of(unit, group_head),
+                        query_rows(block), plan_.block_queries, exact_delta_);
+  }
+  void pack_keys(Unit unit, int64_t block) const {
+    pack_key_block<S>(params_, memory_.key_pack(block), unit.batch, unit.key_head, key_rows(block));
+  }
   void prepare(int64_t task);
-  void prepare_rows(int64_t task);
+  // What make_rows makes for one query block of one head.
+  void prepare_rows(int64_t task) {
+    const int64_t block = task % plan_.query_blocks, head = task / plan_.query_blocks % shape_.query_heads;
+    const Unit unit{task / plan_.query_blocks / shape_.query_heads, head / group_};
+    const auto scratch = take_key_query_scratch<S>(arena_, params_, plan_.block_keys, plan_.block_queries);
+    memory_.take_from_shared(shared_, unit);
+    KeyQueryBlock<S> scores(params_, plan_, scratch);
+    make_rows(scores, unit, head % group_, {block, block + 1});
+  }
   void make_rows(KeyQueryBlock<S>& scores, Unit unit, int64_t group_head, Range query_blocks) const;
-  void run_chain(int64_t chain);
+  void run_chain(int64_t chain) {
+    const auto scratch = take_key_query_scratch<S>(arena_, params_, plan_.block_keys, plan_.block_queries);
+    memory_.take_from(arena_);
+    KeyQueryBlock<S> scores(params_, plan_, scratch);
+    scores.set_grad_mask(mask_copies_.of_chain(chains_, chain));
+    const Range members = chain_members(chains_, chain);
+    for (int64_t i = members.begin; i < members.end; ++i)
+      run_unit(scores, chain_unit(shape_, chains_, chain, i));
+  }
   void run_unit(KeyQueryBlock<S>& scores, Unit unit) const;
   void run_phase(int64_t phase, int64_t task);
-  void set_keys(KeyQueryBlock<S>& scores, Unit unit, int64_t block) const;
+  void set_keys(KeyQueryBlock<S>& scores, Unit unit, int64_t block) const {
+    scores.set_keys(unit.batch, unit.key_head, key_rows(block), memory_.key_pack(block),
+                    memory_.grad_key(block), memory_.grad_value(block));
+  }
+  // A key block against some query blocks of one head of its group.
   void run_key_block(KeyQueryBlock<S>& scores, Unit unit, int64_t group_head, int64_t block,
-                     Range query_blocks) const;
+                     Range query_blocks) const {
+    set_keys(scores, unit, block);
+    for (int64_t i = query_blocks.begin; i < query_blocks.end; ++i) {
+      scores.add_queries(head_of(unit, group_head), query_rows(i), memory_.query_pack(group_head, i));
+    }
+  }
   // store.h
   void finish(int64_t task);
   void store_key_block(Unit unit, int64_t block) const;
@@ -88,33 +125,6 @@ class Tiles {
   Arena arena_;
   const MaskCopies<T> mask_copies_;
 };
-
-template <typename S>
-void Tiles<S>::pack_queries(Unit unit, int64_t group_head, int64_t block) const {
-  pack_query_block<S>(params_, memory_.query_pack(group_head, block), unit.batch, head_of(unit, group_head),
-                      query_rows(block), plan_.block_queries, exact_delta_);
-}
-
-template <typename S>
-void Tiles<S>::pack_keys(Unit unit, int64_t block) const {
-  pack_key_block<S>(params_, memory_.key_pack(block), unit.batch, unit.key_head, key_rows(block));
-}
-
-template <typename S>
-void Tiles<S>::set_keys(KeyQueryBlock<S>& scores, Unit unit, int64_t block) const {
-  scores.set_keys(unit.batch, unit.key_head, key_rows(block), memory_.key_pack(block),
-                  memory_.grad_key(block), memory_.grad_value(block));
-}
-
-// A key block against some query blocks of one head of its group.
-template <typename S>
-void Tiles<S>::run_key_block(KeyQueryBlock<S>& scores, Unit unit, int64_t group_head, int64_t block,
-                             Range query_blocks) const {
-  set_keys(scores, unit, block);
-  for (int64_t i = query_blocks.begin; i < query_blocks.end; ++i) {
-    scores.add_queries(head_of(unit, group_head), query_rows(i), memory_.query_pack(group_head, i));
-  }
-}
 
 // A unit from packing to the gradients, in a thread's own memory.
 template <typename S>
@@ -142,17 +152,6 @@ void Tiles<S>::run_unit(KeyQueryBlock<S>& scores, Unit unit) const {
     store_sink_of(unit, head);
   }
   for (int64_t block = 0; keeps && block < plan_.key_blocks; ++block) store_key_block(unit, block);
-}
-
-template <typename S>
-void Tiles<S>::run_chain(int64_t chain) {
-  const auto scratch = take_key_query_scratch<S>(arena_, params_, plan_.block_keys, plan_.block_queries);
-  memory_.take_from(arena_);
-  KeyQueryBlock<S> scores(params_, plan_, scratch);
-  scores.set_grad_mask(mask_copies_.of_chain(chains_, chain));
-  const Range members = chain_members(chains_, chain);
-  for (int64_t i = members.begin; i < members.end; ++i)
-    run_unit(scores, chain_unit(shape_, chains_, chain, i));
 }
 
 // Key segment i of a chain's units meets query segment (i + phase) mod segments of one head of the group.
@@ -194,17 +193,6 @@ void Tiles<S>::prepare(int64_t task) {
   }
 }
 
-// What make_rows makes for one query block of one head.
-template <typename S>
-void Tiles<S>::prepare_rows(int64_t task) {
-  const int64_t block = task % plan_.query_blocks, head = task / plan_.query_blocks % shape_.query_heads;
-  const Unit unit{task / plan_.query_blocks / shape_.query_heads, head / group_};
-  const auto scratch = take_key_query_scratch<S>(arena_, params_, plan_.block_keys, plan_.block_queries);
-  memory_.take_from_shared(shared_, unit);
-  KeyQueryBlock<S> scores(params_, plan_, scratch);
-  make_rows(scores, unit, head % group_, {block, block + 1});
-}
-
 // What has to be known of whole rows before the gradients can begin, and neither lse nor the output tells:
 // the maxima and sums of far rows, and delta where the weights or the key mass have gradients.
 template <typename S>
@@ -232,17 +220,6 @@ void Tiles<S>::make_rows(KeyQueryBlock<S>& scores, Unit unit, int64_t group_head
       finish_far_rows(terms, plan_.block_queries, sink_of<S>(params_, unit.batch, head));
     }
   }
-}
-
-template <typename S>
-void Tiles<S>::run(const BackwardParams& params, const BackwardPlan& plan, int64_t round, int64_t task,
-                   void* shared, void* scratch) {
-  Tiles<S> call(params, plan, shared, scratch);
-  if (round == 0) return call.prepare(task);
-  if (round == 1) return call.prepare_rows(task);
-  if (round == plan.rounds - 2) return call.finish(task);
-  if (round == plan.rounds - 1) return call.mask_copies_.sum(plan.chains, task, plan.tiles.sum_tasks);
-  plan.tiles.in_phases ? call.run_phase(round - 2, task) : call.run_chain(task);
 }
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

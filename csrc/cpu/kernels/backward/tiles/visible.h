@@ -6,18 +6,16 @@
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
-// out (keys, kPanel) = the transpose of p (queries, keys), converted; `present` keys exist from p on.
+// out (keys, kPanel) = the transpose of m (queries, keys), converted; m may have fewer keys, or more.
 template <typename S, typename M, typename Convert>
-void load_transposed(const M* p, int64_t row_stride, int64_t column_stride, int64_t queries, int64_t keys,
-                     int64_t present, typename S::Accum* out, Convert convert) {
+void load_transposed(const Matrix<M>& m, int64_t keys, typename S::Accum* out, Convert convert) {
   using T = typename S::Accum;
-  const Matrix<M> m{p, row_stride, column_stride, queries, present};
   for (int64_t k = 0; k < keys; k += S::kLane) {
-    for (int64_t q = 0; q < queries; q += S::kLane) {
+    for (int64_t q = 0; q < m.rows; q += S::kLane) {
       M block[kLanes<T> * kLanes<T>];
-      const M* from = p + q * row_stride + k * column_stride;
-      int64_t stride = row_stride;
-      if (q + S::kLane > queries || column_stride != 1 || k + S::kLane > present) {
+      const M* from = m.data + q * m.row_stride + k * m.column_stride;
+      int64_t stride = m.row_stride;
+      if (q + S::kLane > m.rows || m.column_stride != 1 || k + S::kLane > m.columns) {
         gather_block(m, q, S::kLane, k, S::kLane, block);
         from = block;
         stride = S::kLane;
@@ -85,18 +83,12 @@ bool KeyQueryBlock<S>::cell_is_live(int64_t cell, int64_t panel) const {
     seen |= !is_empty(panel_span(tile, panel));
   }
   if (!seen || !mask_by_key_) return seen;
-  seen = false;
-  const TensorView& view = params_.rule.mask;
-  const int64_t queries = view.row_stride == 0 ? 1 : smaller(S::kPanel, query_count_ - panel);
-  with_mask_type<Element>(params_.rule.mask_kind, [&](auto tag) {
-    using M = typename decltype(tag)::Type;
-    const M* mask = row_pointer<const M>(view, batch_, head_, query_first_ + panel) +
-                    (key_first_ + cell) * view.column_stride;
-    for (int64_t i = 0; i < queries && !seen; ++i) {
-      seen = any_let_through(mask + i * view.row_stride, view.column_stride, cell_rows(cell));
-    }
-  });
-  return seen;
+  const int64_t queries = params_.rule.mask.row_stride == 0 ? 1 : smaller(S::kPanel, query_count_ - panel);
+  const Range keys{key_first_ + cell, key_first_ + cell + cell_rows(cell)};
+  for (int64_t i = query_first_ + panel; i < query_first_ + panel + queries; ++i) {
+    if (any_let_through<Element>(params_.rule, batch_, head_, i, keys)) return true;
+  }
+  return false;
 }
 
 template <typename S>
@@ -123,28 +115,30 @@ RowsAhead KeyQueryBlock<S>::grad_mask_ahead(int64_t cell, int64_t panel) const {
   return rows_ahead(params_.grad_mask, grad_mask_, sizeof(T), cell, panel);
 }
 
+// A cell of a matrix of queries x keys of Ms, converted and turned around.
 template <typename S>
-void KeyQueryBlock<S>::load_bias_cell(int64_t cell, int64_t panel) {
-  const TensorView& view = params_.rule.mask;
+template <typename M, typename Convert>
+void KeyQueryBlock<S>::load_cell(const TensorView& view, int64_t cell, int64_t panel, T* out,
+                                 Convert convert) const {
+  const int64_t key = key_first_ + cell;
+  const Matrix<M> m{
+      row_pointer<const M>(view, batch_, head_, query_first_ + panel) + key * view.column_stride,
+      view.row_stride, view.column_stride, smaller(S::kPanel, query_count_ - panel),
+      params_.shape.key_len - key};
+  load_transposed<S>(m, cell_rows(cell), out, convert);
+}
+
+template <typename S>
+void KeyQueryBlock<S>::load_bias_cell(int64_t cell, int64_t panel) const {
   with_mask_type<Element>(params_.rule.mask_kind, [&](auto tag) {
     using M = typename decltype(tag)::Type;
-    const int64_t key = key_first_ + cell;
-    const M* mask =
-        row_pointer<const M>(view, batch_, head_, query_first_ + panel) + key * view.column_stride;
-    load_transposed<S>(mask, view.row_stride, view.column_stride, smaller(S::kPanel, query_count_ - panel),
-                       cell_rows(cell), params_.shape.key_len - key, s_.bias,
-                       [](const M* p) { return mask_lanes<T>(p); });
+    load_cell<M>(params_.rule.mask, cell, panel, s_.bias, [](const M* p) { return mask_lanes<T>(p); });
   });
 }
 
 template <typename S>
-void KeyQueryBlock<S>::load_weight_grads_cell(int64_t cell, int64_t panel) {
-  const TensorView& view = params_.grad_weights;
-  const int64_t key = key_first_ + cell;
-  const Element* grads =
-      row_pointer<const Element>(view, batch_, head_, query_first_ + panel) + key * view.column_stride;
-  load_transposed<S>(grads, view.row_stride, view.column_stride, smaller(S::kPanel, query_count_ - panel),
-                     cell_rows(cell), params_.shape.key_len - key, s_.weight_grads,
+void KeyQueryBlock<S>::load_weight_grads_cell(int64_t cell, int64_t panel) const {
+  load_cell<Element>(params_.grad_weights, cell, panel, s_.weight_grads,
                      [](const Element* p) { return load_compute(p); });
 }
 
@@ -199,18 +193,15 @@ void KeyQueryBlock<S>::add_mask_square(const T* grads, int64_t keys, T* to, int6
 template <typename S>
 void KeyQueryBlock<S>::draw_dropout(int64_t panel) {
   const DropoutRule& rule = params_.dropout;
-  PhiloxRow state;
-  set_philox_batch(state, rule, batch_);
-  state.head = static_cast<uint32_t>(head_);
+  const PhiloxBatch state = philox_batch(rule, batch_);
   keep_first_ = round_down(key_first_, kDropoutColumns);
   const T scale = static_cast<T>(rule.keep_scale);
   for (int64_t key = keep_first_; key < key_first_ + key_count_; key += kDropoutColumns) {
-    const auto chunk = static_cast<uint32_t>(key / kDropoutColumns);
     for (int64_t q = 0; q < panel_width(panel); q += kLanes<uint32_t>) {
-      state.row = static_cast<uint32_t>(query_first_ + panel + q);
       for (uint32_t i = 0; i < 16; ++i) {
         uint32_t words[4][kLanes<uint32_t>];
-        philox_rows(state, chunk * 16 + i, words);
+        philox_rows(state, static_cast<uint64_t>(key / kDropoutColumns * 16 + i), query_first_ + panel + q,
+                    head_, words);
         for (uint32_t w = 0; w < 4; ++w) {
           T* keep = s_.keep + (key - keep_first_ + 16 * w + i) * S::kPanel + q;
           const int64_t count = smaller(kLanes<uint32_t>, S::kPanel - q);
