@@ -345,7 +345,7 @@ CASES: tuple[Case, ...] = (
     Case("long_dead_rows", **_square(140, mask="dead_row", mask_shape=(1, 2, 140, 140))),
     # Few rows, many columns
     Case(
-        "decode_padding_of_each_head",
+        "few_rows_padding_of_each_head",
         (1, 12, 2, 40),
         (1, 2, 600, 40),
         (1, 2, 600, 36),
@@ -354,7 +354,7 @@ CASES: tuple[Case, ...] = (
         **_options(enable_gqa=True),
     ),
     Case(
-        "decode_bool_mask",
+        "few_rows_bool_mask",
         (1, 8, 9, 80),
         (1, 2, 531, 80),
         (1, 2, 531, 80),
@@ -363,15 +363,15 @@ CASES: tuple[Case, ...] = (
         **_options(enable_gqa=True),
     ),
     Case(
-        "decode_window",
+        "few_rows_window",
         (1, 2, 4, 16),
         (1, 2, 1100, 16),
         (1, 2, 1100, 16),
         **_options(window_left=10, window_right=20, query_offset=500),
     ),
-    Case("decode_transposed", (2, 4, 3, 33), (2, 4, 300, 33), (2, 4, 300, 50), layout="transposed"),
+    Case("few_rows_transposed", (2, 4, 3, 33), (2, 4, 300, 33), (2, 4, 300, 50), layout="transposed"),
     Case(
-        "decode_with_everything",
+        "few_rows_with_everything",
         (2, 6, 16, 64),
         (2, 2, 300, 64),
         (2, 2, 300, 72),

@@ -4,8 +4,8 @@
 set(avx2 -mavx2 -mfma -mf16c)
 set(avx512 ${avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512cd)
 
-# attn_ext_add_kernels(target sources...): adds the objects of every set that this processor family has, whose
-# names the global property ATTN_EXT_CAPABILITIES then lists.
+# attn_ext_add_kernels(target sources...): adds the objects TARGET_kernels_SET of every set that this processor
+# family has, whose names the global property ATTN_EXT_CAPABILITIES then lists.
 # Baseline comes first, so that the linker takes an inline function's plain copy where several sets emit it.
 macro(attn_ext_add_kernels target)
   #                                 name          processors       compiler flags
@@ -19,7 +19,7 @@ function(attn_ext_add_capability target name processors flags)
   if(NOT ARGN OR NOT CMAKE_SYSTEM_PROCESSOR MATCHES "^(${processors})$")
     return()
   endif()
-  set(objects attn_ext_kernels_${name})
+  set(objects ${target}_kernels_${name})
   add_library(${objects} OBJECT ${ARGN})
   attn_ext_compile_options(${objects})
   target_compile_definitions(${objects} PRIVATE ATTN_EXT_CPU_CAPABILITY=${name})
@@ -28,5 +28,8 @@ function(attn_ext_add_capability target name processors flags)
     $<$<CXX_COMPILER_ID:GNU>:-Wno-psabi;-Wno-uninitialized;-Wno-maybe-uninitialized>)
   target_sources(${target} PRIVATE $<TARGET_OBJECTS:${objects}>)
   target_compile_definitions(${target} PRIVATE ATTN_EXT_HAS_${name})
-  set_property(GLOBAL APPEND PROPERTY ATTN_EXT_CAPABILITIES ${name})
+  get_property(capabilities GLOBAL PROPERTY ATTN_EXT_CAPABILITIES)
+  list(APPEND capabilities ${name})
+  list(REMOVE_DUPLICATES capabilities)
+  set_property(GLOBAL PROPERTY ATTN_EXT_CAPABILITIES ${capabilities})
 endfunction()

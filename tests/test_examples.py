@@ -118,3 +118,13 @@ def test_memory_prints_a_row_for_each_attention():
     table = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     rows = re.findall(r"^\| forward \| (\S+) \|( \d+ MiB · [\d.]+ s \|){2}$", table, re.M)
     assert [name for name, _ in rows] == ["attn_ext", "plain"]
+
+
+def test_two_builds_are_timed_against_each_other():
+    builds = [ROOT, ROOT]
+    few = ["--cells", "tiny", "--modes", "fwd", "--dtype", "float32", "--pairs", "1", "--rounds", "1"]
+    command = [sys.executable, ROOT / "benchmarks/compare_builds.py", *builds, *few, "--block", "0.01"]
+    printed = subprocess.run([*command, "--most", "100"], capture_output=True, text=True, check=True).stdout
+    assert "| tiny | fwd | float32 |" in printed
+    assert "1 cells; slower by more than 10000%: none" in printed
+    assert subprocess.run([*command, "--most", "-1"], capture_output=True, check=False).returncode == 1

@@ -93,11 +93,10 @@ void run_tasks(int64_t tasks, int threads, Function function) {
 /// All rounds of a call, in memory of their own.
 template <class Call>
 void run_rounds(const Call& call, int threads) {
-  const int64_t shared_bytes = (call.plan.shared_bytes + 63) / 64 * 64;
-  const Scratch memory(shared_bytes + call.plan.thread_bytes * threads);
+  const Scratch shared(call.plan.shared_bytes), own(call.plan.thread_bytes * threads);
   for (int64_t round = 0; round < call.plan.rounds; ++round) {
     run_tasks(call.tasks(round), threads, [&](int64_t task, int64_t slot) {
-      call.run(round, task, memory.data(), memory.data() + shared_bytes + slot * call.plan.thread_bytes);
+      call.run(round, task, shared.data(), own.data() + slot * call.plan.thread_bytes);
     });
   }
 }

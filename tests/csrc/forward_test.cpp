@@ -134,7 +134,7 @@ void compare_row(const Case& c, const Inputs& in, const Outputs& out, int64_t b,
   const double wide = c.dtype == ScalarKind::kFloat64    ? 1e-13
                       : c.dtype == ScalarKind::kBFloat16 ? 4e-4
                                                          : 5e-6;
-  const double narrow = c.dtype == ScalarKind::kFloat64    ? 2e-13
+  const double tight = c.dtype == ScalarKind::kFloat64    ? 2e-13
                         : c.dtype == ScalarKind::kFloat32  ? 4e-6
                         : c.dtype == ScalarKind::kBFloat16 ? 2e-2
                                                            : 2e-3;
@@ -178,13 +178,13 @@ void compare_row(const Case& c, const Inputs& in, const Outputs& out, int64_t b,
       w = NAN;
     }
     if (c.weights && !std::isnan(w)) {
-      check(close(out.weights.at(b, h, i, j), w, narrow), what + " weight of key " + std::to_string(j));
+      check(close(out.weights.at(b, h, i, j), w, tight), what + " weight of key " + std::to_string(j));
     }
     mass[static_cast<size_t>(j)] += w;
   }
   for (int64_t d = 0; d < c.value_dim; ++d) {
     const double got = out.output.at(b, h, i, d), want = row[static_cast<size_t>(d)];
-    check(close(got, want, narrow), what + " output " + std::to_string(d) + ": " + std::to_string(got) +
+    check(close(got, want, tight), what + " output " + std::to_string(d) + ": " + std::to_string(got) +
                                         " for " + std::to_string(want));
   }
 }
@@ -305,11 +305,11 @@ std::vector<Case> cases() {
     c.query_heads = 6;
     c.batch = 2;
   });
-  add("decode", [&](Case& c) {
+  add("few rows", [&](Case& c) {
     sized(c, 1, 1200, 64, 64);
     c.query_heads = 8;
   });
-  add("decode small", [&](Case& c) {
+  add("few rows, small", [&](Case& c) {
     sized(c, 2, 37, 24, 28);
     c.query_heads = 4;
   });

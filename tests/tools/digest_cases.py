@@ -249,7 +249,7 @@ class Case:
 
     @property
     def backward_path(self) -> str:
-        """Which way the backward pass takes, by the thresholds of backward_decode_tasks.h and others."""
+        """Which way the backward pass takes, by the thresholds of kernels/backward/plan.h."""
         query_len, key_len = self.lengths
         if query_len <= 8 and (key_len == 0 or key_len > 128):
             return "few-rows"
@@ -353,10 +353,10 @@ class Case:
 
 #: One call for each way through forward and backward, and what these are.
 WAYS: dict[str, Options] = {
-    "one_row": {"lengths": (1, 300), "batch": (2,)},  # decode, few rows
-    "few_rows": {"lengths": (4, 531), "dims": (16, 16), "batch": (2,)},  # decode, few rows
-    "decode_tiles": {"lengths": (11, 301), "dims": (16, 12), "batch": (2,)},  # decode, tiles
-    "few_rows_few_keys": {"lengths": (5, 37), "dims": (16, 16), "batch": (2,)},  # decode, few keys
+    "one_row": {"lengths": (1, 300), "batch": (2,)},  # few rows both ways
+    "few_rows": {"lengths": (4, 531), "dims": (16, 16), "batch": (2,)},  # few rows both ways
+    "few_rows_tiles": {"lengths": (11, 301), "dims": (16, 12), "batch": (2,)},  # few rows, then tiles
+    "few_rows_few_keys": {"lengths": (5, 37), "dims": (16, 16), "batch": (2,)},  # few rows, then few keys
     "few_keys": {"lengths": (40, 70), "dims": (16, 20), "batch": (2,)},  # whole rows, few keys
     "all_keys": {"lengths": (62, 128), "dims": (20, 16), "batch": (2,)},  # whole rows, few keys at most
     "tiles": {"lengths": (70, 230), "dims": (16, 24), "batch": (2,)},  # whole rows, tiles
@@ -817,7 +817,7 @@ def _poison() -> Iterator[Case]:
             name = f"poison/{target}/{way}"
             fields = {"change": (f"{target}:last:nan",), "grads": (("olwk", INPUTS),), "mask": "dead_rows"}
             yield _case(name, WAYS[way], fields, _some(name, 1))
-        # Keys far from 0 are centred where elements are narrow.
+        # Keys far from 0 are centred where elements have 16 bits.
         for shift in ("3", "30", "1000"):
             yield _case(f"shift/key/{shift}/{way}", WAYS[way], {"change": (f"key:all:{shift}",)})
         name = f"shift/both/{way}"
@@ -902,12 +902,12 @@ def _random_case(name: str) -> Case:
     def one_of(*choices: Any) -> Any:
         return draw.choice(choices)
 
-    way = one_of("few_rows", "short", "short", "tiles", "decode", "long")
+    way = one_of("few_rows", "short", "short", "tiles", "few", "long")
     query_len, key_len = {
         "few_rows": (draw.randint(1, 8), draw.randint(129, 900)),
         "short": (draw.randint(1, 130), draw.randint(1, 128)),
         "tiles": (draw.randint(9, 110), draw.randint(129, 400)),
-        "decode": (draw.randint(1, 16), draw.randint(1, 600)),
+        "few": (draw.randint(1, 16), draw.randint(1, 600)),
         "long": (draw.randint(17, 40), draw.randint(1000, 1200)),
     }[way]
     dims = one_of(8, 16, 32, draw.randint(1, 40)), one_of(8, 16, 32, draw.randint(1, 40))

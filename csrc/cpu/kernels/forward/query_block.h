@@ -167,8 +167,6 @@ class QueryBlock {
   void careful_row(int64_t band, int64_t r, int64_t column, Range span, bool first, bool fresh);
 
   // streamed.h
-  RowsAhead rows_ahead(const Matrix<Element>& rows, int64_t j, int64_t run_end, const TensorView& after,
-                       int64_t after_key) const;
   void stream_scores(int64_t band);
   void stream_values(int64_t band);
   template <int Rows>

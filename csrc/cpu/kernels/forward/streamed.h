@@ -11,18 +11,22 @@ namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 // first can wait for too few lines at a time.
 constexpr int64_t kPrefetchBytes = 16384;
 
-// What is read kPrefetchBytes after row j of `rows`: a later row of the run, or, past its end, what is read
-// after it: rows of `after` from key `after_key` of the block on.
+// Rows of `dim` elements that kPrefetchBytes hold, in whole vectors of keys.
 template <typename S>
-RowsAhead QueryBlock<S>::rows_ahead(const Matrix<Element>& rows, int64_t j, int64_t run_end,
-                                    const TensorView& after, int64_t after_key) const {
+ATTN_EXT_INLINE int64_t prefetch_distance(int64_t dim) {
+  return round_up(kPrefetchBytes / larger(1, dim * static_cast<int64_t>(sizeof(typename S::Element))),
+                  S::kLane);
+}
+
+// Row `next` of `rows`, or, where a run has ended before, what is read after it: rows of `after`, of which
+// the first is read when the run ends.
+template <typename Element>
+ATTN_EXT_INLINE RowsAhead rows_ahead(const Matrix<Element>& rows, int64_t next, int64_t run_end,
+                                     const Matrix<Element>& after) {
   constexpr int64_t kBytes = sizeof(Element);
-  const int64_t next = j + round_up(kPrefetchBytes / larger(1, rows.columns * kBytes), S::kLane);
-  const bool within = next < run_end;
-  const Element* data =
-      within ? rows.data + next * rows.row_stride
-             : row_pointer<const Element>(after, batch_, key_head_, block_key_ + after_key + next - run_end);
-  return {reinterpret_cast<const char*>(data), (within ? rows.row_stride : after.row_stride) * kBytes};
+  const Matrix<Element>& m = next < run_end ? rows : after;
+  const Element* data = m.data + (next < run_end ? next : next - run_end) * m.row_stride;
+  return {reinterpret_cast<const char*>(data), m.row_stride * kBytes};
 }
 
 // S (rows, keys) = Q . K^T, a vector of keys at a time.
@@ -30,12 +34,16 @@ template <typename S>
 void QueryBlock<S>::stream_scores(int64_t band) {
   const Matrix<Element> key =
       rows_of<Element>(params_.key, batch_, key_head_, block_key_, block_count_, params_.shape.head_dim);
+  const Element* value = row_pointer<const Element>(params_.value, batch_, key_head_, block_key_);
+  const int64_t distance = prefetch_distance<S>(key.columns);
   for (int64_t i = 0; i < run_count_; ++i) {
     const Range run = runs_[i];
+    // After the last key come the values.
+    const Matrix<Element> after{value + run.begin * params_.value.row_stride, params_.value.row_stride, 1, 0,
+                                0};
     for (int64_t j = run.begin; j < run.end; j += S::kLane) {
       RowsAhead ahead;
-      // After the last key come the values.
-      if (band == 0) ahead = rows_ahead(key, j, run.end, params_.value, run.begin);
+      if (band == 0) ahead = rows_ahead(key, j + distance, run.end, after);
       Matrix<Element> rows = key;
       rows.data += j * key.row_stride;
       if (key.column_stride != 1 || j + S::kLane > key.rows) {
@@ -130,6 +138,11 @@ template <typename S>
 void QueryBlock<S>::stream_values(int64_t band) {
   const Matrix<Element> value =
       rows_of<Element>(params_.value, batch_, key_head_, block_key_, block_count_, params_.shape.value_dim);
+  // After the last value come the keys of the next piece.
+  const Matrix<Element> after{
+      row_pointer<const Element>(params_.key, batch_, key_head_, block_key_ + block_count_),
+      params_.key.row_stride, 1, 0, 0};
+  const int64_t distance = prefetch_distance<S>(value.columns);
   StreamArgs<S> args{};
   args.fresh = true;
   for (int64_t i = 0; i < run_count_; ++i) {
@@ -140,8 +153,7 @@ void QueryBlock<S>::stream_values(int64_t band) {
       args.rows = value.data + j * value.row_stride;
       args.row_stride = value.row_stride;
       args.ahead = {};
-      // After the last value come the keys of the next piece.
-      if (band == 0) args.ahead = rows_ahead(value, j, run.end, params_.key, block_count_);
+      if (band == 0) args.ahead = rows_ahead(value, j + distance, run.end, after);
       if (visible_ != nullptr || value.column_stride != 1 || j + args.depth * S::kDepth > value.rows) {
         args.rows = s_.value_rows;
         args.row_stride = value.columns;
