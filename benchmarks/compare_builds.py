@@ -4,11 +4,11 @@
     python benchmarks/compare_builds.py OLD NEW --cells 'bert*' decode-batch --modes bwd --dtype bfloat16
 
 OLD and NEW are folders that hold a built `attn_ext` each, as an editable install leaves it in a clone. Two
-builds cannot be loaded into one process, so each gets one of its own, and the two take turns, a block of calls
-at a time, while the other waits. Where its memory lies makes a process some percent slower or faster for all
-of its life: so pairs of processes follow each other (`--pairs`), and what counts is the median of the pairs'
-ratios. Of a process it is the time that one call in ten stays below, since those who share a machine only ever
-make a call slower. Exits with 1 if a cell is slower than `--most` allows.
+builds cannot be loaded into one process, so each gets one of its own, and the two take turns, a block of
+calls at a time, while the other waits. Where its memory lies makes a process some percent slower or faster
+for all of its life: so pairs of processes follow each other (`--pairs`), and what counts is the median of the
+pairs' ratios. Of a process it is the time that one call in ten stays below, since those who share a machine
+only ever make a call slower. Exits with 1 if a cell is slower than `--most` allows.
 """
 
 import argparse
@@ -20,6 +20,8 @@ import sys
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+
+Name = tuple[str, str, str]  # cell, mode, dtype
 
 
 def work() -> None:
@@ -92,7 +94,7 @@ def compare(
     except ImportError:
         tqdm = None
     steps = [(pair, name) for pair in range(options.pairs) for name in names]
-    times_of: dict[tuple[str, str, str], list[tuple[float, float]]] = {name: [] for name in names}
+    times_of: dict[Name, list[tuple[float, float]]] = {name: [] for name in names}
     builds: list[Build] = []
     for pair, name in steps if tqdm is None else tqdm(steps, unit="cell"):
         if name == names[0]:
@@ -135,16 +137,14 @@ def main() -> None:
     cells = [c.name for c in GRID if any(fnmatch(c.name, pattern) for pattern in options.cells)]
     names = [(cell, mode, dtype) for mode in options.modes for dtype in options.dtype for cell in cells]
     slower = []
-    print(
-        "| cell | mode | dtype | old | new | new / old | of the pairs |\n| --- | --- | --- | --: | --: | --: | --: |"
-    )
+    print("| cell | mode | dtype | old | new | new / old | of the pairs |")
+    print("| --- | --- | --- | --: | --: | --: | --: |")
     for name, pairs in compare(options, names).items():
         ratios = [new / old for old, new in pairs]
         ratio = statistics.median(ratios)
         old, new = (1e6 * statistics.median(times) for times in zip(*pairs, strict=True))
-        print(
-            f"| {' | '.join(name)} | {old:.1f} µs | {new:.1f} µs | {ratio:.3f} | {min(ratios):.3f} to {max(ratios):.3f} |"
-        )
+        row = [*name, f"{old:.1f} µs", f"{new:.1f} µs", f"{ratio:.3f}"]
+        print("|", " | ".join([*row, f"{min(ratios):.3f} to {max(ratios):.3f}"]), "|")
         if ratio > 1 + options.most:
             slower.append(" ".join(name))
     print(f"\n{len(names)} cells; slower by more than {options.most:.0%}: {', '.join(slower) or 'none'}")

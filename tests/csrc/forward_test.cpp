@@ -135,9 +135,9 @@ void compare_row(const Case& c, const Inputs& in, const Outputs& out, int64_t b,
                       : c.dtype == ScalarKind::kBFloat16 ? 4e-4
                                                          : 5e-6;
   const double tight = c.dtype == ScalarKind::kFloat64    ? 2e-13
-                        : c.dtype == ScalarKind::kFloat32  ? 4e-6
-                        : c.dtype == ScalarKind::kBFloat16 ? 2e-2
-                                                           : 2e-3;
+                       : c.dtype == ScalarKind::kFloat32  ? 4e-6
+                       : c.dtype == ScalarKind::kBFloat16 ? 2e-2
+                                                          : 2e-3;
   std::vector<double> score(static_cast<size_t>(c.key_len)), weight(score.size());
   const double sink = c.sinks ? in.sinks.at(0, h, 0, 0) : -INFINITY;
   double top = sink;
@@ -185,7 +185,7 @@ void compare_row(const Case& c, const Inputs& in, const Outputs& out, int64_t b,
   for (int64_t d = 0; d < c.value_dim; ++d) {
     const double got = out.output.at(b, h, i, d), want = row[static_cast<size_t>(d)];
     check(close(got, want, tight), what + " output " + std::to_string(d) + ": " + std::to_string(got) +
-                                        " for " + std::to_string(want));
+                                       " for " + std::to_string(want));
   }
 }
 
