@@ -79,14 +79,14 @@ class OutgoingGrad {
   /// one sum.
   template <class T>
   void add(int64_t batch, int64_t batches, int threads) const {
-    const int64_t pieces = (matrix_size_ + kPiece - 1) / kPiece;
+    const int64_t spans = (matrix_size_ + kSpan - 1) / kSpan;
     const int64_t heads_apart = view_.head_stride != 0 ? heads_ : 1;
     const TensorView to = from_batch(view_, batch, sizeof(T));
-    run_tasks(heads_apart * pieces, threads, [&](int64_t task, int64_t) {
-      const int64_t begin = task % pieces * kPiece, end = std::min(begin + kPiece, matrix_size_);
+    run_tasks(heads_apart * spans, threads, [&](int64_t task, int64_t) {
+      const int64_t begin = task % spans * kSpan, end = std::min(begin + kSpan, matrix_size_);
       for (int64_t b = 0; b < batches; ++b) {
         const int64_t offset = to.batch_offsets != nullptr ? to.batch_offsets[b] : b * to.batch_stride;
-        for (int64_t h = task / pieces; h < heads_; h += heads_apart) {
+        for (int64_t h = task / spans; h < heads_; h += heads_apart) {
           T* sum = static_cast<T*>(to.data) + offset + h * to.head_stride;
           const T* grad = static_cast<const T*>(slice_view_.data) + (b * heads_ + h) * matrix_size_;
           for (int64_t i = begin; i < end; ++i) {
@@ -97,7 +97,7 @@ class OutgoingGrad {
     });
   }
 
-  static constexpr int64_t kPiece = 2048;  // elements, which stay in the nearest cache
+  static constexpr int64_t kSpan = 2048;  // elements, which stay in the nearest cache
 
   int64_t heads_, matrix_size_;
   at::ScalarType dtype_;

@@ -74,7 +74,7 @@ std::array<PyObject*, kKeywords> keywords;
 
 bool are_keywords(PyObject* names) {
   return names != nullptr && PyTuple_GET_SIZE(names) == std::ssize(keywords) &&
-         std::equal(keywords.begin(), keywords.end(), &PyTuple_GET_ITEM(names, 0));
+         std::equal(keywords.begin(), keywords.end(), PySequence_Fast_ITEMS(names));
 }
 
 /// `op_of_torch` takes over where an argument is not of the very type that the schema names, or a torch
@@ -116,12 +116,18 @@ void add_calls(pybind11::module_& module) {
   const auto& schema = c10::Dispatcher::singleton().findSchemaOrThrow("attn_ext::sdpa", "").schema();
   for (size_t i = 0; i < kKeywords; ++i) {
     keywords[i] = PyUnicode_InternFromString(schema.arguments()[kPositional + i].name().c_str());
+    if (keywords[i] == nullptr) {
+      throw pybind11::error_already_set();
+    }
   }
   const pybind11::object ops = pybind11::module_::import("torch").attr("ops").attr("attn_ext");
   for (PyMethodDef& method : methods) {
     const pybind11::object op_of_torch = ops.attr(method.ml_name);
-    module.attr(method.ml_name) = pybind11::reinterpret_steal<pybind11::object>(
-        PyCFunction_NewEx(&method, op_of_torch.ptr(), module.attr("__name__").ptr()));
+    PyObject* function = PyCFunction_NewEx(&method, op_of_torch.ptr(), module.attr("__name__").ptr());
+    if (function == nullptr) {
+      throw pybind11::error_already_set();
+    }
+    module.attr(method.ml_name) = pybind11::reinterpret_steal<pybind11::object>(function);
   }
 }
 

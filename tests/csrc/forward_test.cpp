@@ -240,7 +240,7 @@ void add_sizes(std::vector<Case>& all) {
       Case* rows = add("size of rows", n, placement, size_in_turn(n, 0), size_in_turn(n, 1));
       rows->weights = n % 4 == 0;
       rows->key_mass = n % 6 == 0;
-      add("size of decoding", n, placement, 1 + n % 4, size_in_turn(n, 1) + (n % 5 == 0 ? 250 : 0));
+      add("size of few rows", n, placement, 1 + n % 4, size_in_turn(n, 1) + (n % 5 == 0 ? 250 : 0));
     }
     const Placement& placement = kPlacements[static_cast<size_t>(n) % std::size(kPlacements)];
     for (const char* name : {"size of split", "size of online"}) {

@@ -77,19 +77,18 @@ struct MaskCopies {
       memset(copy(i), 0, static_cast<size_t>(size) * sizeof(T));
     }
   }
-  // Adds the others to the first, in their order: the part-th of `parts`.
-  void sum(const ChainsPlan& plan, int64_t part, int64_t parts) const {
+  // Adds the others to the first, in their order: a task's part.
+  void sum(const ChainsPlan& plan, int64_t task) const {
+    const int64_t begin = task * size / kManyTasks, end = (task + 1) * size / kManyTasks;
     for (int64_t i = 1; i < plan.mask_copies; ++i) {
       const T* from = copy(i);
-      for (int64_t j = part * size / parts; j < (part + 1) * size / parts; ++j) first[j] += from[j];
+      for (int64_t j = begin; j < end; ++j) first[j] += from[j];
     }
   }
   static int64_t bytes(const ChainsPlan& plan, int64_t size) {
     return (plan.mask_copies - 1) * size * static_cast<int64_t>(sizeof(T));
   }
-  static int64_t sum_tasks(const ChainsPlan& plan, int64_t size) {
-    return plan.mask_copies > 1 ? smaller(kManyTasks, size) : 0;
-  }
+  static int64_t sum_tasks(const ChainsPlan& plan) { return plan.mask_copies > 1 ? kManyTasks : 0; }
 };
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

@@ -4,6 +4,7 @@
 #include "../interface/params.h"
 #include "../matrix/matrix.h"
 #include "../matrix/pack.h"
+#include "../scores/mask_and_scale.h"
 #include "score_gradients.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
@@ -33,7 +34,7 @@ ATTN_EXT_INLINE void finish_row_scores(const BackwardParams& params,
   finish_scores(row.scores, cap_slope, {0, row.columns}, {seen.begin - keys.begin, seen.end - keys.begin},
                 units, is_biased(rule), [&](T scale) {
                   if (!masks) return;
-                  with_mask_type<typename S::Element>(rule.mask_kind, [&](auto tag) {
+                  with_kind<typename S::Element>(rule.mask_kind, [&](auto tag) {
                     using M = typename decltype(tag)::Type;
                     mask_span(row.scores, 0, row.columns,
                               row_pointer<const M>(mask, place.batch, place.head, place.row) +

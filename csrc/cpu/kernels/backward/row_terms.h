@@ -92,20 +92,6 @@ ATTN_EXT_INLINE Vec<typename S::Accum> add_to_sum(const typename S::Accum* score
   return sum;
 }
 
-// The sink of a head; -inf, which changes nothing, where there is none.
-template <typename S>
-typename S::Accum sink_of(const BackwardParams& params, int64_t batch, int64_t head) {
-  using T = typename S::Accum;
-  T sink = -kInfinity<T>;
-  if (params.rule.sinks_kind == ScalarKind::kNone) return sink;
-  with_mask_type<typename S::Element>(params.rule.sinks_kind, [&](auto tag) {
-    using M = typename decltype(tag)::Type;
-    const M value = *row_pointer<const M>(params.rule.sinks, batch, head, 0);
-    if constexpr (!std::is_same_v<M, uint8_t>) sink = static_cast<T>(to_compute(value));
-  });
-  return sink;
-}
-
 // What a far row's weights 2^(s - row max) are multiplied by. A sink takes part in the sum, but is never far
 // from what sets the maximum: where it could, the row is not far.
 template <typename T>
@@ -174,7 +160,7 @@ template <typename S, typename DeltaOf>
 ATTN_EXT_INLINE void store_sink(const BackwardParams& params, int64_t batch, int64_t head, DeltaOf delta_of) {
   using T = typename S::Accum;
   if (params.grad_sinks == nullptr) return;
-  const T sink = sink_of<S>(params, batch, head);
+  const T sink = sink_of<typename S::Element>(params.rule, batch, head);
   const T* lse = lse_rows<S>(params, batch, head);
   T sum = 0;
   for (int64_t i = 0; i < params.shape.query_len; ++i) {

@@ -4,8 +4,6 @@
 // Rows that have none of that take shorter ways of their own (tiles/cell.h, few_keys/rows.h).
 #pragma once
 
-#include "../interface/params.h"
-#include "../scores/mask_and_scale.h"
 #include "../scores/softmax.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {

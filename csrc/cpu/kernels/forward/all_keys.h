@@ -26,7 +26,6 @@ class AllKeys {
 
  private:
   using T = typename S::Accum;
-  using Element = typename S::Element;
 
   AllKeys(const ForwardParams& params, const ForwardPlan& plan, void* shared)
       : params_(params), plan_(plan), shape_(params.shape), shared_(static_cast<char*>(shared)) {}

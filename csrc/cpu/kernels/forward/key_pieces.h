@@ -4,10 +4,10 @@
 #pragma once
 
 #include "../interface/forward.h"
+#include "output.h"
 #include "packed_head.h"
 #include "plan.h"
 #include "query_block.h"
-#include "weight_row.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 

@@ -1,21 +1,39 @@
 // QueryBlock: from row sums to what the caller gets, and the careful way of multiplying values.
 #pragma once
 
+#include <type_traits>
+
 #include "query_block.h"
-#include "weight_row.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
+
+// Where the weights of a row go, from some key on; null: not wanted.
+template <typename S>
+struct WeightRow {
+  using T = typename S::Accum;
+  typename S::Element* weights;
+  T* mass;
+
+  // weights = factor P, mass += weights, for `count` lanes from key j on.
+  ATTN_EXT_INLINE void write(int64_t j, Vec<T> p, Vec<T> factor, int64_t count) const {
+    const Vec<T> w = p == Vec<T>{} ? p : p * factor;  // the factor of a row with a visible NaN is NaN
+    if (weights != nullptr) {
+      count == S::kLane ? store_element(weights + j, w) : store_element_partial(weights + j, w, count);
+    }
+    if (mass == nullptr) return;
+    if (count == S::kLane) {
+      store(mass + j, load(mass + j) + w);
+    } else {
+      store_partial(mass + j, load_partial(mass + j, count) + w, count);
+    }
+  }
+};
 
 // The sinks of the rows of a band, in units of log2, into the place of their lse.
 template <typename S>
 void QueryBlock<S>::gather_sinks(int64_t band) {
-  const ScoreRule& rule = params_.rule;
   for (int64_t r = band; r < band + band_rows(band); ++r) {
-    with_mask_type<Element>(rule.sinks_kind, [&](auto tag) {
-      using M = typename decltype(tag)::Type;
-      const M sink = *row_pointer<const M>(rule.sinks, batch_, s_.row_head[r], 0);
-      if constexpr (!std::is_same_v<M, uint8_t>) s_.lse[r] = static_cast<T>(to_compute(sink) * kLog2E);
-    });
+    s_.lse[r] = static_cast<T>(sink_of<Element>(params_.rule, batch_, s_.row_head[r]) * kLog2E);
   }
 }
 
@@ -49,21 +67,6 @@ void QueryBlock<S>::finish_rows(int64_t band) {
     store(s_.lse + r, sum == Vec<T>{} ? nothing : (top == lowest ? lowest : lse));
     store(s_.factor + r, sum == Vec<T>{} ? Vec<T>{} : factor / sum);
   }
-}
-
-template <typename S>
-bool QueryBlock<S>::output_is_finite() const {
-  constexpr int kChains = 4;
-  Vec<T> residue[kChains] = {};  // x - x is 0, NaN for what is not finite
-  const int64_t count = rows_ * s_.output_stride;
-  const T* x = s_.output;
-  int64_t i = 0;
-  for (; i + kChains * S::kLane <= count; i += kChains * S::kLane) {
-#pragma GCC unroll 4
-    for (int c = 0; c < kChains; ++c) residue[c] += load(x + i + c * S::kLane) - load(x + i + c * S::kLane);
-  }
-  for (; i < count; i += S::kLane) residue[0] += load(x + i) - load(x + i);
-  return lane_sum<T>((residue[0] + residue[1]) + (residue[2] + residue[3])) == 0;
 }
 
 template <typename S>
@@ -184,7 +187,7 @@ void QueryBlock<S>::values_careful(int64_t band) {
 template <typename S>
 void QueryBlock<S>::careful_row(int64_t band, int64_t r, int64_t column, Range span, bool first, bool fresh) {
   const int64_t width = panel_width_of<S>(params_.shape.value_dim);
-  const int64_t columns = round_up(smaller(width, params_.shape.value_dim - column), kColumnUnit<T>);
+  const int64_t columns = round_up(smaller(width, params_.shape.value_dim - column), kColumnStep<T>);
   const int64_t begin = span.begin / S::kDepth, end = depth_of<Product>(span.end);
   const int64_t origin = (block_key_ - packed_.first_key) / S::kDepth;
   const Operand* panel = packed_.values.data + column / width * packed_.values.panel_stride;

@@ -1,6 +1,8 @@
-// QueryBlock: from scores to the undivided output.
+// QueryBlock: from scores to the undivided output; the products of keys and values that are packed.
 #pragma once
 
+#include "../scores/dropout_draw.h"
+#include "../scores/softmax.h"
 #include "query_block.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
@@ -227,7 +229,7 @@ void QueryBlock<S>::multiply_values(int64_t band, int64_t tile, int64_t column, 
   args.out = s_.output + tile * s_.output_stride + column;
   args.out_stride = s_.output_stride;
   args.carry = first_of_tile ? s_.carry + tile : s_.ones + tile;
-  const int64_t columns = round_up(smaller(width, params_.shape.value_dim - column), kColumnUnit<T>);
+  const int64_t columns = round_up(smaller(width, params_.shape.value_dim - column), kColumnStep<T>);
   const bool fresh = first_of_tile && s_.tile_started[tile / kTileRows] == 0;
   (fresh ? tile_function<Product, false>(tile_rows(tile), columns)
          : tile_function<Product, true>(tile_rows(tile), columns))(args);

@@ -1,4 +1,4 @@
-// One block of query rows against the keys of one head: for every block of keys the tile goes through
+// One block of query rows against the keys of one head: for every block of keys it goes through
 //   scores S = Q K^T  ->  mask  ->  softmax (row max, weights, row sum)  ->  dropout  ->  O = carry O + P V
 // in bands of rows small enough for S to stay in the nearest cache. Rows never mix: what a row gets does not
 // depend on which rows lie beside it.
@@ -6,10 +6,7 @@
 
 #include "../interface/forward.h"
 #include "../matrix/arena.h"
-#include "../matrix/rows_ahead.h"
-#include "../scores/dropout_draw.h"
 #include "../scores/mask_and_scale.h"
-#include "../scores/softmax.h"
 #include "packed_head.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
@@ -42,7 +39,7 @@ template <typename S>
 inline QueryScratch<S> take_query_scratch(Arena& arena, const AttentionShape& shape,
                                           const ForwardPlan& plan) {
   using T = typename S::Accum;
-  QueryScratch<S> s;
+  QueryScratch<S> s{};
   const int64_t rows = round_up(plan.block_rows, kTileRows) + S::kLane + kBandRows;
   s.query_stride = row_stride_of<S>(shape.head_dim);
   s.score_stride =
@@ -111,7 +108,7 @@ class QueryBlock {
 
   // Attends to `keys`, leaving row max, row sum and the undivided output in the scratch.
   void attend(Range keys);
-  bool output_is_finite() const;
+  bool output_is_finite() const { return are_finite(s_.output, rows_ * s_.output_stride); }
 
   // attend(), with masked-out values left out of the products, since a weight of 0 keeps out neither NaN nor
   // Inf. Slow; the same bits where all is finite.
@@ -124,12 +121,11 @@ class QueryBlock {
   void emit_all(Range keys);
 
  private:
-  Range aligned(Range span) const { return {round_down(span.begin, S::kLane), round_up(span.end, S::kLane)}; }
+  static Range aligned(Range span) { return in_vectors<T>(span); }
   int64_t band_rows(int64_t band) const { return smaller(kBandRows, rows_ - band); }
   int64_t tile_rows(int64_t tile) const { return smaller(kTileRows, rows_ - tile); }
   T* score_row(int64_t band, int64_t r) const { return s_.scores + (r - band) * s_.score_stride; }
   Range tile_span(int64_t r) const { return s_.tile_span[r / kTileRows]; }
-  bool wants_weights() const { return params_.weights.data != nullptr || key_mass_ != nullptr; }
 
   // body(begin, end) for every run of live keys inside span.
   template <typename Body>
@@ -141,7 +137,10 @@ class QueryBlock {
   }
 
   // visible.h
-  bool lie_packed(const Matrix<Element>& query, int64_t index) const;
+  // Dense rows of operands can be read where they lie.
+  bool lie_packed(const Matrix<Element>& query) const {
+    return plan_.path != ForwardPath::kFewRows && is_dense(query) && are_operands<Product>(query);
+  }
   void limit_rows();
   bool set_key_block(int64_t first_key, int64_t count);
   void select_runs();
@@ -162,9 +161,6 @@ class QueryBlock {
   void pair_weights(int64_t band);
   void values(int64_t band);
   void multiply_values(int64_t band, int64_t tile, int64_t column, Range span);
-  void note_visible(int64_t band);
-  void values_careful(int64_t band);
-  void careful_row(int64_t band, int64_t r, int64_t column, Range span, bool first, bool fresh);
 
   // streamed.h
   void stream_scores(int64_t band);
@@ -180,6 +176,9 @@ class QueryBlock {
   void store_output() const;
   void emit(int64_t band);
   void emit_row(int64_t r, const T* row) const;
+  void note_visible(int64_t band);
+  void values_careful(int64_t band);
+  void careful_row(int64_t band, int64_t r, int64_t column, Range span, bool first, bool fresh);
 
   const ForwardParams& params_;
   const ForwardPlan& plan_;

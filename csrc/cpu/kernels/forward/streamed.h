@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../matrix/row_dots.h"
+#include "../matrix/rows_ahead.h"
 #include "query_block.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
@@ -51,10 +52,10 @@ void QueryBlock<S>::stream_scores(int64_t band) {
         rows.data = s_.key_rows;
         rows.row_stride = key.columns;
       }
-      each_tile_of_rows<S>(band, band + band_rows(band), [&](auto count, int64_t r) {
+      each_few_rows<S>(band, band + band_rows(band), [&](auto count, int64_t r) {
         dot_rows<S, decltype(count)::value>(s_.query + r * s_.query_stride, s_.query_stride, rows, ahead,
                                             score_row(band, r) + j, s_.score_stride);
-        ahead.next = nullptr;
+        ahead = {};
       });
     }
   }
@@ -167,9 +168,9 @@ void QueryBlock<S>::stream_values(int64_t band) {
         continue;
       }
       if (args.rows == s_.value_rows) gather_values(value, keys, nullptr);
-      each_tile_of_rows<S>(band, band + band_rows(band), [&](auto count, int64_t r) {
+      each_few_rows<S>(band, band + band_rows(band), [&](auto count, int64_t r) {
         stream_rows<decltype(count)::value>(band, r, j, args);
-        args.ahead.next = nullptr;
+        args.ahead = {};
       });
     }
   }

@@ -9,7 +9,7 @@ template <typename S>
 void QueryBlock<S>::set_rows(int64_t first_head, int64_t first, int64_t rows) {
   const AttentionShape& shape = params_.shape;
   rows_ = rows;
-  key_head_ = first_head / larger(1, shape.query_heads / larger(1, shape.key_heads));
+  key_head_ = first_head / larger(1, group_size(shape));
   query_ = s_.query;
   query_stride_ = s_.query_stride;
   for (int64_t r = 0; r < rows;) {
@@ -19,7 +19,7 @@ void QueryBlock<S>::set_rows(int64_t first_head, int64_t first, int64_t rows) {
     const Matrix<Element> query{row_pointer<const Element>(params_.query, batch_, head, 0),
                                 params_.query.row_stride, params_.query.column_stride, shape.query_len,
                                 shape.head_dim};
-    if (count == rows && lie_packed(query, index)) {
+    if (count == rows && lie_packed(query)) {
       query_ = reinterpret_cast<const Operand*>(query.data + index * query.row_stride);
       query_stride_ = query.row_stride / S::kDepth;
     } else {
@@ -31,14 +31,6 @@ void QueryBlock<S>::set_rows(int64_t first_head, int64_t first, int64_t rows) {
     }
   }
   limit_rows();
-}
-
-// Dense rows of whole operands can be read where they lie.
-template <typename S>
-bool QueryBlock<S>::lie_packed(const Matrix<Element>& query, int64_t index) const {
-  return sizeof(Element) * S::kDepth == sizeof(Operand) && plan_.path != ForwardPath::kFewRows &&
-         query.column_stride == 1 && query.row_stride == query.columns && query.columns % S::kDepth == 0 &&
-         reinterpret_cast<uintptr_t>(query.data + index * query.row_stride) % sizeof(Operand) == 0;
 }
 
 // Folds into the rows' key ranges whatever of the mask is a range: rows masked as a whole and padding.
@@ -144,7 +136,7 @@ Range QueryBlock<S>::masked_panels(int64_t r, Range run) const {
 
 template <typename S>
 void QueryBlock<S>::scores_masked(int64_t tile, Range span, const TileArgs<Product>& args) const {
-  with_mask_type<Element>(params_.rule.mask_kind, [&](auto tag) {
+  with_kind<Element>(params_.rule.mask_kind, [&](auto tag) {
     using M = typename decltype(tag)::Type;
     const M* rows[kTileRows];
     for (int64_t r = 0; r < kTileRows; ++r) {
@@ -184,7 +176,7 @@ void QueryBlock<S>::mask(int64_t band) {
 template <typename S>
 void QueryBlock<S>::mask_row(int64_t r, T* row, int64_t begin, int64_t end) const {
   if (begin >= end) return;
-  with_mask_type<Element>(params_.rule.mask_kind, [&](auto tag) {
+  with_kind<Element>(params_.rule.mask_kind, [&](auto tag) {
     using M = typename decltype(tag)::Type;
     const TensorView& view = params_.rule.mask;
     const M* mask = row_pointer<const M>(view, batch_, s_.row_head[r], s_.row_index[r]);

@@ -32,7 +32,7 @@ struct TilesPlan {
   int64_t key_blocks, query_blocks;   // of a head
   int64_t segments;                   // of keys and of queries
   bool in_phases;                     // segments of a phase are tasks of their own; packs are shared
-  int64_t prepare_tasks, row_tasks, run_tasks, finish_tasks, sum_tasks;
+  int64_t prepare_tasks, row_tasks, run_tasks, finish_tasks;
 };
 
 struct FewRowsPlan {

@@ -1,7 +1,7 @@
 // How the tensor side drives the kernels of a pass. A call takes one path; the way of that path makes a plan,
 // then does its work in rounds of independent tasks:
 //
-//   plan.path = ways.path(params);  way = ways.of[plan.path];  way.plan(params, threads, plan)
+//   Plan plan{};  plan.path = ways.path(params);  way = ways.of[plan.path];  way.plan(params, threads, plan)
 //   allocate plan.shared_bytes once and plan.thread_bytes a thread, both aligned to 64 bytes
 //   for every round in [0, plan.rounds): way.run(...) for every task in [0, way.tasks(plan, round))
 //

@@ -32,7 +32,7 @@ void multiply(const MultiplyArgs<Product>& m) {
   args.out_stride = m.out_stride;
   for (int64_t column = 0; column < m.columns; column += m.right_width) {
     const int64_t columns =
-        round_up(smaller(m.right_width, m.columns - column), kColumnUnit<typename Product::Accum>);
+        round_up(smaller(m.right_width, m.columns - column), kColumnStep<typename Product::Accum>);
     args.right = m.right.data + column / m.right_width * m.right.panel_stride;
     for (int64_t tile = 0; tile < tiles; ++tile) {  // of nearly equal height: a low one waits for itself
       const int64_t row = tile * m.rows / tiles;

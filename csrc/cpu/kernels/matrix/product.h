@@ -7,7 +7,7 @@
 
 #include <utility>
 
-#include "../vector/convert.h"
+#include "../vector/simd.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
@@ -41,7 +41,7 @@ struct BFloat16Product {
 // Operands that so many columns take along the depth.
 template <typename Product>
 ATTN_EXT_INLINE int64_t depth_of(int64_t columns) {
-  return (columns + Product::kDepth - 1) / Product::kDepth;
+  return ceil_div(columns, Product::kDepth);
 }
 
 template <typename Product>
@@ -120,34 +120,34 @@ void tile_product(const TileArgs<Product>& args) {
 }
 
 // Columns of a product are counted in these: half vectors where the instruction set has them.
-constexpr int kUnitsOfVector = kHasHalfVectors ? 2 : 1;
+constexpr int kStepsOfVector = kHasHalfVectors ? 2 : 1;
 template <typename Accum>
-constexpr int kColumnUnit = kLanes<Accum> / kUnitsOfVector;
+constexpr int kColumnStep = kLanes<Accum> / kStepsOfVector;
 
 template <typename Product, bool Carry>
 struct TileTable {
-  static constexpr int kUnits = kTileVectors * kUnitsOfVector;
-  TileFunction<Product> of[kTileRows][kUnits] = {};
+  static constexpr int kSteps = kTileVectors * kStepsOfVector;
+  TileFunction<Product> of[kTileRows][kSteps] = {};
 
   template <int... Row>
   constexpr explicit TileTable(std::integer_sequence<int, Row...>) {
-    (set_row<Row>(std::make_integer_sequence<int, kUnits>{}), ...);
+    (set_row<Row>(std::make_integer_sequence<int, kSteps>{}), ...);
   }
-  template <int Row, int... Unit>
-  constexpr void set_row(std::integer_sequence<int, Unit...>) {
-    ((of[Row][Unit] = tile_product<Product, Row + 1, (Unit + 1) / kUnitsOfVector,
-                                   (Unit + 1) % kUnitsOfVector != 0, Carry>),
+  template <int Row, int... Step>
+  constexpr void set_row(std::integer_sequence<int, Step...>) {
+    ((of[Row][Step] = tile_product<Product, Row + 1, (Step + 1) / kStepsOfVector,
+                                   (Step + 1) % kStepsOfVector != 0, Carry>),
      ...);
   }
 };
 
 template <typename Product, bool Carry>
-constexpr TileTable<Product, Carry> kTiles{std::make_integer_sequence<int, kTileRows>{}};
+constexpr TileTable<Product, Carry> kTileProducts{std::make_integer_sequence<int, kTileRows>{}};
 
-// The product for 1 <= rows <= kTileRows and so many columns, whole units of at most kTileVectors vectors.
+// The product for 1 <= rows <= kTileRows and so many columns, whole steps of at most kTileVectors vectors.
 template <typename Product, bool Carry>
 ATTN_EXT_INLINE TileFunction<Product> tile_function(int64_t rows, int64_t columns) {
-  return kTiles<Product, Carry>.of[rows - 1][columns / kColumnUnit<typename Product::Accum> - 1];
+  return kTileProducts<Product, Carry>.of[rows - 1][columns / kColumnStep<typename Product::Accum> - 1];
 }
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

@@ -59,7 +59,7 @@ void dot_rows(const typename S::Operand* left, int64_t left_stride, const Matrix
 
 // body(count, r) for rows [r, end), as many at a time as share what is read.
 template <typename S, typename Body>
-ATTN_EXT_INLINE void each_tile_of_rows(int64_t r, int64_t end, Body body) {
+ATTN_EXT_INLINE void each_few_rows(int64_t r, int64_t end, Body body) {
   if constexpr (S::kLane >= 4) {
     for (; r + 4 <= end; r += 4) body(std::integral_constant<int, 4>{}, r);
   }

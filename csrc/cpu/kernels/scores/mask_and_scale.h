@@ -4,6 +4,8 @@
 // neither softcap nor bias is there, the scale is left to the softmax pass, which multiplies anyway.
 #pragma once
 
+#include <type_traits>
+
 #include "../matrix/product.h"
 #include "../vector/convert.h"
 #include "../vector/math.h"
@@ -22,6 +24,20 @@ struct ScoreUnits {
 
 ATTN_EXT_INLINE bool is_biased(const ScoreRule& rule) {
   return rule.mask_kind != ScalarKind::kNone && rule.mask_kind != ScalarKind::kBool;
+}
+
+// The sink of a head; -inf, which changes nothing, where there is none.
+template <typename Element>
+ATTN_EXT_INLINE Compute<Element> sink_of(const ScoreRule& rule, int64_t batch, int64_t head) {
+  using T = Compute<Element>;
+  T sink = -kInfinity<T>;
+  if (rule.sinks_kind == ScalarKind::kNone) return sink;
+  with_kind<Element>(rule.sinks_kind, [&](auto tag) {
+    using M = typename decltype(tag)::Type;
+    const M value = *row_pointer<const M>(rule.sinks, batch, head, 0);
+    if constexpr (!std::is_same_v<M, uint8_t>) sink = static_cast<T>(to_compute(value));
+  });
+  return sink;
 }
 
 template <typename T>

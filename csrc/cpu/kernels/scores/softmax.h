@@ -1,4 +1,5 @@
-// The softmax of a row's span, in place: row max, then weights P = exp2(scale * s - max) and their sum.
+// The softmax of a row's span, in place: row max, then weights P = exp2(scale * s - max) and their sum; and
+// the weights again where lse is known.
 #pragma once
 
 #include "../vector/math.h"

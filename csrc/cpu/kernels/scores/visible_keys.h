@@ -21,6 +21,12 @@ ATTN_EXT_INLINE Range intersect(Range a, Range b) {
   return {larger(a.begin, b.begin), smaller(a.end, b.end)};
 }
 
+// The whole vectors of Ts that it touches.
+template <typename T>
+ATTN_EXT_INLINE Range in_vectors(Range range) {
+  return {round_down(range.begin, kLanes<T>), round_up(range.end, kLanes<T>)};
+}
+
 ATTN_EXT_INLINE Range window_keys(const ScoreRule& rule, int64_t key_len, int64_t row) {
   const int64_t centre = row + rule.query_offset;
   Range range{0, key_len};
@@ -60,9 +66,9 @@ struct TypeTag {
   using Type = M;
 };
 
-// Calls body with the tag of the mask's (or the sinks') element type.
+// Calls body with the tag of the element type of a mask or of sinks.
 template <typename Element, typename Body>
-ATTN_EXT_INLINE void with_mask_type(ScalarKind kind, Body body) {
+ATTN_EXT_INLINE void with_kind(ScalarKind kind, Body body) {
   if (kind == ScalarKind::kBool) {
     body(TypeTag<uint8_t>{});
   } else if (kind == ScalarKind::kFloat32) {
@@ -102,7 +108,7 @@ ATTN_EXT_INLINE bool any_let_through(const ScoreRule& rule, int64_t batch, int64
                                      Range keys) {
   if (is_empty(keys) || rule.mask_kind == ScalarKind::kNone) return !is_empty(keys);
   bool any = false;
-  with_mask_type<Element>(rule.mask_kind, [&](auto tag) {
+  with_kind<Element>(rule.mask_kind, [&](auto tag) {
     using M = typename decltype(tag)::Type;
     const int64_t stride = rule.mask.column_stride;
     const M* mask = row_pointer<const M>(rule.mask, batch, head, row) + keys.begin * stride;

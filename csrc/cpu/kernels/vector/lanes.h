@@ -56,6 +56,21 @@ ATTN_EXT_INLINE T lane_max(Vec<T> v) {
   return join_lanes<T>(v, [](T a, T b) { return a > b ? a : b; });
 }
 
+// Whether all of `count` numbers, whole vectors, are finite.
+template <typename T>
+inline bool are_finite(const T* x, int64_t count) {
+  constexpr int kChains = 4;
+  constexpr int64_t kLane = kLanes<T>;
+  Vec<T> residue[kChains] = {};  // x - x is 0, NaN for what is not finite
+  int64_t i = 0;
+  for (; i + kChains * kLane <= count; i += kChains * kLane) {
+#pragma GCC unroll 4
+    for (int c = 0; c < kChains; ++c) residue[c] += load(x + i + c * kLane) - load(x + i + c * kLane);
+  }
+  for (; i < count; i += kLane) residue[0] += load(x + i) - load(x + i);
+  return lane_sum<T>((residue[0] + residue[1]) + (residue[2] + residue[3])) == 0;
+}
+
 // Sums the lanes of as many vectors as a vector has lanes: lane i of the result is the sum of sums[i]. Every
 // step adds lanes that lie Step apart, of one vector in the lanes without that bit and of another in those
 // with it, so that a sum does not depend on which vectors stand beside it.

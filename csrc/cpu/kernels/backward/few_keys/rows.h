@@ -1,6 +1,9 @@
 // FewKeysUnit: from S and dP of a block of rows to P and dS.
 #pragma once
 
+#include <type_traits>
+
+#include "../plan.h"
 #include "unit.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
@@ -271,7 +274,7 @@ void FewKeysUnit<S>::finish_rows(int64_t first, int64_t count) {
     } else if (!by_key) {
       plain_rows<void>(vectors)(*this, first, begin, end);
     } else {
-      with_mask_type<Element>(rule.mask_kind, [&](auto tag) {
+      with_kind<Element>(rule.mask_kind, [&](auto tag) {
         plain_rows<typename decltype(tag)::Type>(vectors)(*this, first, begin, end);
       });
     }

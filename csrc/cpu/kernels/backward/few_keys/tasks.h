@@ -3,7 +3,6 @@
 #pragma once
 
 #include "../chains.h"
-#include "../plan.h"
 #include "unit.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
@@ -23,8 +22,8 @@ struct FewKeys {
   }
 
   static int64_t tasks(const BackwardPlan& plan, int64_t round) {
-    const int64_t copies = plan.chains.mask_copies;
-    const int64_t counts[] = {copies - 1, plan.chains.count, copies > 1 ? kManyTasks : 0};
+    const int64_t counts[] = {plan.chains.mask_copies - 1, plan.chains.count,
+                              MaskCopies<T>::sum_tasks(plan.chains)};
     return counts[round];
   }
 
@@ -33,7 +32,7 @@ struct FewKeys {
     const MaskCopies<T> copies{static_cast<T*>(params.grad_mask.data), static_cast<T*>(shared),
                                params.grad_mask_size};
     if (round == 0) return copies.clear({task + 1, task + 2});
-    if (round == 2) return copies.sum(plan.chains, task, kManyTasks);
+    if (round == 2) return copies.sum(plan.chains, task);
     run_chain(params, plan.chains, task, copies.of_chain(plan.chains, task), scratch);
   }
 

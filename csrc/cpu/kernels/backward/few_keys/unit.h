@@ -13,10 +13,9 @@
 #include "../../scores/dropout_draw.h"
 #include "../chains.h"
 #include "../finite.h"
-#include "../gradient_rows.h"
-#include "../plan.h"
 #include "../row_gradients.h"
 #include "../row_terms.h"
+#include "../store_rows.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
@@ -130,6 +129,18 @@ class FewKeysUnit {
   }
   void add_rows(int64_t first, int64_t count);
   void store_grad_query(int64_t first, int64_t count);
+  // The keys' NaN and Inf, which key_rows_ leaves out, reach only the queries that see them.
+  void add_bad_keys(int64_t count) {
+    const int64_t padded = padded_dim<S>(key_.columns);
+    each_nonfinite(key_, [&](int64_t j, int64_t d, T bad) {
+      for (int64_t r = 0; r < count; ++r) {
+        const T grad = s_.grads[r * stride_ + j];
+        if (grad != 0) s_.grad_query[r * padded + d] += grad * bad;
+      }
+    });
+  }
+  template <bool Carry>
+  void add_key_side(int64_t count, Operands<Operand> query, Operands<Operand> grad) const;
   MultiplyArgs<Product> product_args(int64_t rows, int64_t columns, int64_t depth, Operands<Operand> right,
                                      T* out) const;
   // out (rows, keys) = left (rows, dim) . right (dim, keys)
@@ -163,18 +174,6 @@ class FewKeysUnit {
   void set_far_row(RowSpan<S>& span) const;
   void store_pairs(int64_t r, int64_t j, const Vec<T> (&weights)[2], const Vec<T> (&grads)[2]);
   void pair_rows(int64_t begin, int64_t end);
-  // The keys' NaN and Inf, which key_rows_ leaves out, reach only the queries that see them.
-  void add_bad_keys(int64_t count) {
-    const int64_t padded = padded_dim<S>(key_.columns);
-    each_nonfinite(key_, [&](int64_t j, int64_t d, T bad) {
-      for (int64_t r = 0; r < count; ++r) {
-        const T grad = s_.grads[r * stride_ + j];
-        if (grad != 0) s_.grad_query[r * padded + d] += grad * bad;
-      }
-    });
-  }
-  template <bool Carry>
-  void add_key_side(int64_t count, Operands<Operand> query, Operands<Operand> grad) const;
 
   const BackwardParams& params_;
   const FewKeysScratch<S>& s_;
@@ -305,7 +304,7 @@ void FewKeysUnit<S>::add_rows(int64_t first, int64_t count) {
 template <typename S>
 void FewKeysUnit<S>::add_head(int64_t head) {
   head_ = head;
-  sink_ = sink_of<S>(params_, unit_.batch, head);
+  sink_ = sink_of<Element>(params_.rule, unit_.batch, head);
   sink_grad_ = 0;
   const int64_t rows = params_.shape.query_len;
   for (int64_t first = 0; first < rows; first += s_.block_rows) {

@@ -12,9 +12,9 @@
 #include "../../scores/dropout_draw.h"
 #include "../chains.h"
 #include "../finite.h"
-#include "../gradient_rows.h"
 #include "../row_gradients.h"
 #include "../row_terms.h"
+#include "../store_rows.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
@@ -120,15 +120,6 @@ class FewRowsBlock {
     return false;
   }
   void multiply_rows(const Operand* left, int64_t left_stride, const Matrix<Element>& right, T* out) const;
-  // A key that is not finite gives no finite product with any row.
-  bool scores_are_finite() const {
-    Vec<T> residue = {};  // x - x is 0, NaN for what is not finite
-    for (int64_t i = 0; i < rows_ * kStepKeys; i += S::kLane) {
-      const Vec<T> s = load(s_.weights + i);
-      residue += s - s;
-    }
-    return lane_sum<T>(residue) == 0;
-  }
   void step(Pass pass, Range keys);
   // The factors of kDropoutColumns keys.
   void draw_dropout(int64_t first_key) const {
@@ -224,10 +215,10 @@ void FewRowsBlock<S>::multiply_rows(const Operand* left, int64_t left_stride, co
   }
   for (int64_t j = 0; j < kStepKeys; j += S::kLane) {
     RowsAhead rest = ahead;
-    each_tile_of_rows<S>(0, rows_, [&](auto count, int64_t r) {
+    each_few_rows<S>(0, rows_, [&](auto count, int64_t r) {
       dot_rows<S, decltype(count)::value>(left + r * left_stride, left_stride, rows, rest,
                                           out + r * kStepKeys + j, kStepKeys);
-      rest.next = nullptr;
+      rest = {};
     });
     rows.data += S::kLane * rows.row_stride;
     if (ahead.next != nullptr) ahead.next += S::kLane * ahead.row_bytes;
@@ -348,7 +339,8 @@ void FewRowsBlock<S>::step(Pass pass, Range keys) {
   const AttentionShape& shape = params_.shape;
   const Matrix<Element> key = key_side(params_.key, keys, shape.head_dim);
   multiply_rows(s_.query, s_.query_stride, key, s_.weights);
-  const bool finite = scores_are_finite();
+  // A key that is not finite gives no finite product with any row.
+  const bool finite = are_finite(s_.weights, rows_ * kStepKeys);
   finish_step_scores(keys);
   if (pass == Pass::kRowMax || pass == Pass::kRowSum) return add_to_terms(pass);
   if (params_.grad_output.data != nullptr) {

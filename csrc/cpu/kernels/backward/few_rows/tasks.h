@@ -1,4 +1,4 @@
-// A task takes a piece of the keys of a group, or of the groups that share a mask gradient, in order. Rounds:
+// A task takes a piece of the keys of a chain of units, unit after unit. Rounds:
 // the rows' terms where they need all keys, the pieces, the merge of dQ, and the gradient of a mask that all
 // keys share.
 #pragma once
@@ -139,7 +139,8 @@ void FewRows<S>::make_terms(Unit unit) {
     block_.visit(Pass::kRowMax, {0, shape_.key_len});
     block_.visit(Pass::kRowSum, {0, shape_.key_len});
     for (int64_t r = 0; r < rows_; r += shape_.query_len) {
-      finish_far_rows(s_.terms.from(r), shape_.query_len, sink_of<S>(params_, unit.batch, head_of(unit, r)));
+      finish_far_rows(s_.terms.from(r), shape_.query_len,
+                      sink_of<Element>(params_.rule, unit.batch, head_of(unit, r)));
     }
   }
   if (plan_.exact_delta) {

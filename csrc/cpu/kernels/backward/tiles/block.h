@@ -8,7 +8,7 @@
 #include "../../matrix/rows_ahead.h"
 #include "../../scores/dropout_draw.h"
 #include "../../scores/mask_and_scale.h"
-#include "../score_gradients.h"
+#include "../row_terms.h"
 #include "pack.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
@@ -102,7 +102,6 @@ class KeyQueryBlock {
   void add_to_rows(Pass pass, int64_t head, Range rows, const QueryPack<S>& pack);
 
  private:
-  Range aligned(Range span) const { return {round_down(span.begin, S::kLane), round_up(span.end, S::kLane)}; }
   int64_t cell_rows(int64_t cell) const { return smaller(cell_size_, key_count_ - cell); }
   int64_t tile_rows(int64_t tile) const { return smaller(kTileRows, key_count_ - tile); }
   int64_t panel_width(int64_t panel) const { return smaller(S::kPanel, padded_queries_ - panel); }

@@ -1,6 +1,8 @@
 // KeyQueryBlock: a cell from its two products to P and dS.
 #pragma once
 
+#include "../../scores/mask_and_scale.h"
+#include "../score_gradients.h"
 #include "block.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {

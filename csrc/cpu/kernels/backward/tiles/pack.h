@@ -7,7 +7,7 @@
 //   dQ^T += K^T dS^T  left key_depth,  right the block
 #pragma once
 
-#include "../../interface/params.h"
+#include "../../interface/backward.h"
 #include "../../matrix/arena.h"
 #include "../../matrix/pack.h"
 #include "../centre.h"
@@ -20,7 +20,6 @@ namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 template <typename S>
 struct QueryPack {
   using T = typename S::Accum;
-  using Element = typename S::Element;
   using Operand = typename S::Operand;
   RowTerms<S> terms;
   Operand* query_columns;         // (query panels, depth of D, panel width)
@@ -29,7 +28,6 @@ struct QueryPack {
   Operands<Operand>* grad_rows;   // (Dv panels, depth of queries, width)
   T* grad_query;                  // (query panels, D, panel width), to be scaled
   Operand *query_row_buffer, *grad_row_buffer;
-  Element *finite_queries, *live_grads;  // copies, where there is something to leave out
 };
 
 template <typename S>
@@ -42,13 +40,11 @@ struct KeyPack {
   int64_t* has_bad_keys;          // NaN or Inf
   int64_t* has_bad_values;
   Operand *key_row_buffer, *value_row_buffer, *key_depth_buffer;
-  typename S::Element* finite_keys;
 };
 
 // queries: of a block, in whole vectors.
 template <typename S>
 QueryPack<S> take_query_pack(Arena& arena, const AttentionShape& shape, int64_t queries) {
-  using Element = typename S::Element;
   using Operand = typename S::Operand;
   QueryPack<S> pack;
   pack.terms = take_row_terms<S>(arena, queries);
@@ -59,8 +55,6 @@ QueryPack<S> take_query_pack(Arena& arena, const AttentionShape& shape, int64_t 
   pack.grad_query = take<typename S::Accum>(arena, queries * shape.head_dim);
   pack.query_row_buffer = take<Operand>(arena, row_panels_size<S>(queries, shape.head_dim));
   pack.grad_row_buffer = take<Operand>(arena, row_panels_size<S>(queries, shape.value_dim));
-  pack.finite_queries = take<Element>(arena, queries * shape.head_dim);
-  pack.live_grads = take<Element>(arena, queries * shape.value_dim);
   return pack;
 }
 
@@ -78,7 +72,6 @@ KeyPack<S> take_key_pack(Arena& arena, const AttentionShape& shape, int64_t keys
   pack.centre = take<typename S::Accum>(arena, padded_dim<S>(shape.head_dim));
   pack.has_bad_keys = take<int64_t>(arena, 1);
   pack.has_bad_values = take<int64_t>(arena, 1);
-  pack.finite_keys = take<typename S::Element>(arena, keys * shape.head_dim);
   return pack;
 }
 
@@ -91,17 +84,26 @@ void pack_query_columns(const Matrix<typename S::Element>& m, typename S::Operan
   }
 }
 
-// Rows that lie apart are packed: so many of them would share cache sets.
+// Elements of a copy of any matrix of a block.
 template <typename S>
-Operands<typename S::Operand> dense_right_operands(const Matrix<typename S::Element>& m,
-                                                   typename S::Operand* buffer, int64_t most_rows) {
-  return right_operands<S>(m, buffer, most_rows, is_dense(m));
+int64_t cleaned_size(const AttentionShape& shape, const TilesPlan& plan) {
+  return larger(plan.block_keys, plan.block_queries) * larger(shape.head_dim, shape.value_dim);
 }
 
-// `block_queries` is what the pack has room for.
+// `clean` is m, or what is left of it. Rows that lie apart are packed, as so many of them would share cache
+// sets, and so is a copy, whose memory is soon another's.
 template <typename S>
-void pack_query_block(const BackwardParams& params, const QueryPack<S>& pack, int64_t batch, int64_t head,
-                      Range rows, int64_t block_queries, bool exact_delta) {
+Operands<typename S::Operand> row_operands(const Matrix<typename S::Element>& m,
+                                           const Matrix<typename S::Element>& clean,
+                                           typename S::Operand* buffer, int64_t most_rows) {
+  return right_operands<S>(clean, buffer, most_rows, is_dense(m) && clean.data == m.data);
+}
+
+// `cleaned` has room for a copy.
+template <typename S>
+void pack_query_block(const BackwardParams& params, const TilesPlan& plan, const QueryPack<S>& pack,
+                      int64_t batch, int64_t head, Range rows, bool exact_delta,
+                      typename S::Element* cleaned) {
   using Element = typename S::Element;
   using T = typename S::Accum;
   const AttentionShape& shape = params.shape;
@@ -111,15 +113,15 @@ void pack_query_block(const BackwardParams& params, const QueryPack<S>& pack, in
       rows_of<Element>(params.query, batch, head, rows.begin, count, shape.head_dim);
   pack_query_columns<S>(query, pack.query_columns);
   *pack.query_rows =
-      dense_right_operands<S>(finite_only(query, pack.finite_queries), pack.query_row_buffer, block_queries);
+      row_operands<S>(query, finite_only(query, cleaned), pack.query_row_buffer, plan.block_queries);
   if (params.grad_output.data != nullptr) {
     const Matrix<Element> grad =
         rows_of<Element>(params.grad_output, batch, head, rows.begin, count, shape.value_dim);
     pack_query_columns<S>(grad, pack.grad_columns);
     const auto is_dead_row = [&](int64_t r) { return pack.terms.lse[r] == kInfinity<T>; };
-    *pack.grad_rows = dense_right_operands<S>(
-        *pack.terms.has_dead_rows != 0 ? live_only(grad, pack.live_grads, is_dead_row) : grad,
-        pack.grad_row_buffer, block_queries);
+    const Matrix<Element> live =
+        *pack.terms.has_dead_rows != 0 ? live_only(grad, cleaned, is_dead_row) : grad;
+    *pack.grad_rows = row_operands<S>(grad, live, pack.grad_row_buffer, plan.block_queries);
   }
   if (params.grad_query.data != nullptr) {
     memset(pack.grad_query, 0, static_cast<size_t>(queries * shape.head_dim) * sizeof(T));
@@ -129,12 +131,12 @@ void pack_query_block(const BackwardParams& params, const QueryPack<S>& pack, in
 // The keys as left operand of dQ: key_rows where these will do.
 template <typename S>
 Operands<typename S::Operand> key_depth_rows(const KeyPack<S>& pack, const Matrix<typename S::Element>& key,
-                                             bool centred) {
+                                             bool centred, typename S::Element* cleaned) {
   using Product = typename S::Product;
   if (!S::kPaired && !centred && *pack.has_bad_keys == 0) return *pack.key_rows;
   const int64_t width = padded_dim<S>(key.columns);
   typename S::Operand* out = pack.key_depth_buffer;
-  pack_row_panels<Product>(*pack.has_bad_keys == 0 ? key : finite_only(key, pack.finite_keys), 0,
+  pack_row_panels<Product>(*pack.has_bad_keys == 0 ? key : finite_only(key, cleaned), 0,
                            depth_of<Product>(key.rows), width, out, 0);
   if constexpr (!S::kPaired) {
     for (int64_t i = 0; centred && i < key.rows * width; i += S::kLane) {
@@ -146,7 +148,7 @@ Operands<typename S::Operand> key_depth_rows(const KeyPack<S>& pack, const Matri
 
 template <typename S>
 void pack_key_block(const BackwardParams& params, const KeyPack<S>& pack, int64_t batch, int64_t key_head,
-                    Range keys) {
+                    Range keys, typename S::Element* cleaned) {
   using Element = typename S::Element;
   const AttentionShape& shape = params.shape;
   const int64_t count = keys.end - keys.begin;
@@ -161,7 +163,7 @@ void pack_key_block(const BackwardParams& params, const KeyPack<S>& pack, int64_
   if (params.grad_query.data == nullptr) return;
   const bool centred = keys_centre<S>(params);
   if (centred) set_centre<S>(params, batch, key_head, pack.centre);
-  *pack.key_depth = key_depth_rows<S>(pack, key, centred);
+  *pack.key_depth = key_depth_rows<S>(pack, key, centred, cleaned);
 }
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

@@ -1,6 +1,7 @@
 // Tiles: how a call is cut, and the memory that needs.
 #pragma once
 
+#include "../plan.h"
 #include "tasks.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
@@ -20,12 +21,12 @@ void Tiles<S>::plan(const BackwardParams& params, int threads, BackwardPlan& pla
   tiles.row_tasks = plan.exact_delta || is_biased(params.rule) ? query_tasks : 0;
   tiles.run_tasks = plan.chains.count * (tiles.in_phases ? tiles.segments : 1);
   tiles.finish_tasks = query_tasks;
-  tiles.sum_tasks = MaskCopies<T>::sum_tasks(plan.chains, params.grad_mask_size);
 
   UnitMemory<S> memory(shape, tiles);
   plan.shared_bytes =
       packed_bytes(shape, tiles, memory) + MaskCopies<T>::bytes(plan.chains, params.grad_mask_size);
   Arena arena{nullptr, 0};
+  take<Element>(arena, cleaned_size<S>(shape, tiles));
   take_key_query_scratch<S>(arena, params, tiles.block_keys, tiles.block_queries);
   if (!tiles.in_phases) memory.take_from(arena);
   plan.thread_bytes = arena.used;
@@ -36,7 +37,7 @@ int64_t Tiles<S>::tasks(const BackwardPlan& plan, int64_t round) {
   if (round == 0) return plan.tiles.prepare_tasks;
   if (round == 1) return plan.tiles.row_tasks;
   if (round == plan.rounds - 2) return plan.tiles.finish_tasks;
-  return round == plan.rounds - 1 ? plan.tiles.sum_tasks : plan.tiles.run_tasks;
+  return round == plan.rounds - 1 ? MaskCopies<T>::sum_tasks(plan.chains) : plan.tiles.run_tasks;
 }
 
 // Blocks of nearly equal size, in whole cells and panels.

@@ -12,7 +12,7 @@ void KeyQueryBlock<S>::add_key_side(const Operand* left, const Operands<Operand>
   const int64_t width = panel_width_of<S>(dim);
   const int64_t out_stride = padded_dim<S>(dim);
   for (int64_t column = 0; column < out_stride; column += width) {
-    const int64_t columns = round_up(smaller(width, dim - column), kColumnUnit<T>);
+    const int64_t columns = round_up(smaller(width, dim - column), kColumnStep<T>);
     for (int64_t tile = 0; tile < key_count_; tile += kTileRows) {
       const int64_t cell = round_down(tile, cell_size_);
       const TileFunction<Product> product = tile_function<Product, true>(tile_rows(tile), columns);

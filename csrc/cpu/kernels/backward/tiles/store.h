@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../../vector/lanes.h"
+#include "../store_rows.h"
 #include "tasks.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {

@@ -3,8 +3,6 @@
 // of the mask gradient's copies.
 #pragma once
 
-#include "../gradient_rows.h"
-#include "../plan.h"
 #include "block.h"
 #include "memory.h"
 
@@ -25,7 +23,7 @@ class Tiles {
     if (round == 0) return call.prepare(task);
     if (round == 1) return call.prepare_rows(task);
     if (round == plan.rounds - 2) return call.finish(task);
-    if (round == plan.rounds - 1) return call.mask_copies_.sum(plan.chains, task, plan.tiles.sum_tasks);
+    if (round == plan.rounds - 1) return call.mask_copies_.sum(plan.chains, task);
     plan.tiles.in_phases ? call.run_phase(round - 2, task) : call.run_chain(task);
   }
 
@@ -43,6 +41,7 @@ class Tiles {
         memory_(params.shape, plan.tiles),
         shared_(shared),
         arena_{static_cast<char*>(scratch), 0},
+        cleaned_(take<Element>(arena_, cleaned_size<S>(params.shape, plan.tiles))),
         mask_copies_{static_cast<T*>(params.grad_mask.data),
                      reinterpret_cast<T*>(static_cast<char*>(shared) + packed_bytes(shape_, plan_, memory_)),
                      params.grad_mask_size} {}
@@ -66,11 +65,11 @@ class Tiles {
   int64_t head_of(Unit unit, int64_t group_head) const { return unit.key_head * group_ + group_head; }
 
   void pack_queries(Unit unit, int64_t group_head, int64_t block) const {
-    pack_query_block<S>(params_, memory_.query_pack(group_head, block), unit.batch, head_of(unit, group_head),
-                        query_rows(block), plan_.block_queries, exact_delta_);
+    pack_query_block<S>(params_, plan_, memory_.query_pack(group_head, block), unit.batch,
+                        head_of(unit, group_head), query_rows(block), exact_delta_, cleaned_);
   }
   void pack_keys(Unit unit, int64_t block) const {
-    pack_key_block<S>(params_, memory_.key_pack(block), unit.batch, unit.key_head, key_rows(block));
+    pack_key_block<S>(params_, memory_.key_pack(block), unit.batch, unit.key_head, key_rows(block), cleaned_);
   }
   void prepare(int64_t task);
   // What make_rows makes for one query block of one head.
@@ -123,6 +122,7 @@ class Tiles {
   UnitMemory<S> memory_;  // of the unit that is worked on
   void* const shared_;
   Arena arena_;
+  Element* const cleaned_;
   const MaskCopies<T> mask_copies_;
 };
 
@@ -217,7 +217,8 @@ void Tiles<S>::make_rows(KeyQueryBlock<S>& scores, Unit unit, int64_t group_head
     for (int64_t i = query_blocks.begin; pass == Pass::kRowSum && i < query_blocks.end; ++i) {
       const RowTerms<S> terms = memory_.query_pack(group_head, i).terms;
       if (*terms.has_far_rows == 0) continue;
-      finish_far_rows(terms, plan_.block_queries, sink_of<S>(params_, unit.batch, head));
+      const Range rows = query_rows(i);
+      finish_far_rows(terms, rows.end - rows.begin, sink_of<Element>(params_.rule, unit.batch, head));
     }
   }
 }

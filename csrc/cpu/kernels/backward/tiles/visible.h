@@ -2,6 +2,7 @@
 // dropout) or goes into one (dMask), turned around to keys x queries.
 #pragma once
 
+#include "../score_gradients.h"
 #include "block.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
@@ -64,7 +65,7 @@ bool KeyQueryBlock<S>::set_block(int64_t head, Range rows, const QueryPack<S>& p
       common = intersect(common, span);
       if (!is_empty(span)) hull = {smaller(hull.begin, span.begin), larger(hull.end, span.end)};
     }
-    tile_span_[tile / kTileRows] = is_empty(hull) ? Range{0, 0} : aligned(hull);
+    tile_span_[tile / kTileRows] = is_empty(hull) ? Range{0, 0} : in_vectors<T>(hull);
   }
   bool any = false;
   for (int64_t cell = 0; cell < key_count_; cell += cell_size_) {
@@ -103,10 +104,13 @@ RowsAhead KeyQueryBlock<S>::rows_ahead(const TensorView& view, const void* data,
 
 template <typename S>
 RowsAhead KeyQueryBlock<S>::mask_ahead(int64_t cell, int64_t panel) const {
-  if (!mask_by_key_) return {};
-  const ScalarKind kind = params_.rule.mask_kind;
-  const int64_t size = kind == ScalarKind::kBool ? 1 : kind == ScalarKind::kFloat32 ? 4 : sizeof(Element);
-  return rows_ahead(params_.rule.mask, params_.rule.mask.data, size, cell, panel);
+  RowsAhead ahead;
+  if (!mask_by_key_) return ahead;
+  const TensorView& mask = params_.rule.mask;
+  with_kind<Element>(params_.rule.mask_kind, [&](auto tag) {
+    ahead = rows_ahead(mask, mask.data, sizeof(typename decltype(tag)::Type), cell, panel);
+  });
+  return ahead;
 }
 
 template <typename S>
@@ -130,7 +134,7 @@ void KeyQueryBlock<S>::load_cell(const TensorView& view, int64_t cell, int64_t p
 
 template <typename S>
 void KeyQueryBlock<S>::load_bias_cell(int64_t cell, int64_t panel) const {
-  with_mask_type<Element>(params_.rule.mask_kind, [&](auto tag) {
+  with_kind<Element>(params_.rule.mask_kind, [&](auto tag) {
     using M = typename decltype(tag)::Type;
     load_cell<M>(params_.rule.mask, cell, panel, s_.bias, [](const M* p) { return mask_lanes<T>(p); });
   });

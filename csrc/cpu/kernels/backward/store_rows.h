@@ -2,8 +2,8 @@
 #pragma once
 
 #include "../interface/params.h"
-#include "../matrix/scheme.h"
-#include "../scores/visible_keys.h"
+#include "../matrix/matrix.h"
+#include "../vector/convert.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
