@@ -15,16 +15,6 @@ using BFloat16Scheme = Scheme<BFloat16, BFloat16Product>;
 using BFloat16Scheme = Scheme<BFloat16, PlainProduct<float>>;
 #endif
 
-template <typename Ways>
-constexpr bool every_path_has_a_way(const Ways& ways) {
-  for (const auto& way : ways.of) {
-    if (way.plan == nullptr) return false;
-  }
-  return true;
-}
-static_assert(every_path_has_a_way(forward_ways<Float32Scheme>()));
-static_assert(every_path_has_a_way(backward_ways<Float32Scheme>()));
-
 }  // namespace
 
 extern const KernelTable kKernels;

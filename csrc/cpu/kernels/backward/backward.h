@@ -15,12 +15,22 @@
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
 template <typename S>
+constexpr Way<BackwardParams, BackwardPlan> backward_way(BackwardPath path) {
+  switch (path) {
+    case BackwardPath::kTiles:
+      return {Tiles<S>::plan, Tiles<S>::tasks, Tiles<S>::run};
+    case BackwardPath::kFewRows:
+      return {FewRows<S>::plan, FewRows<S>::tasks, FewRows<S>::run};
+    case BackwardPath::kFewKeys:
+      return {FewKeys<S>::plan, FewKeys<S>::tasks, FewKeys<S>::run};
+  }
+  return {};
+}
+
+template <typename S>
 constexpr BackwardWays backward_ways() {
-  BackwardWays ways{};
-  ways.path = backward_path;
-  ways.of[static_cast<int>(BackwardPath::kTiles)] = {Tiles<S>::plan, Tiles<S>::tasks, Tiles<S>::run};
-  ways.of[static_cast<int>(BackwardPath::kFewRows)] = {FewRows<S>::plan, FewRows<S>::tasks, FewRows<S>::run};
-  ways.of[static_cast<int>(BackwardPath::kFewKeys)] = {FewKeys<S>::plan, FewKeys<S>::tasks, FewKeys<S>::run};
+  BackwardWays ways{backward_path, {}};
+  for (int i = 0; i < kBackwardPaths; ++i) ways.of[i] = backward_way<S>(static_cast<BackwardPath>(i));
   return ways;
 }
 

@@ -12,17 +12,22 @@
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
 template <typename S>
+constexpr Way<ForwardParams, ForwardPlan> forward_way(ForwardPath path) {
+  switch (path) {
+    case ForwardPath::kWholeRows:
+    case ForwardPath::kOnline:
+      return {AllKeys<S>::plan, AllKeys<S>::tasks, AllKeys<S>::run};
+    case ForwardPath::kSplit:
+    case ForwardPath::kFewRows:
+      return {KeyPieces<S>::plan, KeyPieces<S>::tasks, KeyPieces<S>::run};
+  }
+  return {};
+}
+
+template <typename S>
 constexpr ForwardWays forward_ways() {
-  using All = AllKeys<S>;
-  using Pieces = KeyPieces<S>;
-  ForwardWays ways{};
-  ways.path = forward_path;
-  for (const ForwardPath path : {ForwardPath::kWholeRows, ForwardPath::kOnline}) {
-    ways.of[static_cast<int>(path)] = {All::plan, All::tasks, All::run};
-  }
-  for (const ForwardPath path : {ForwardPath::kSplit, ForwardPath::kFewRows}) {
-    ways.of[static_cast<int>(path)] = {Pieces::plan, Pieces::tasks, Pieces::run};
-  }
+  ForwardWays ways{forward_path, {}};
+  for (int i = 0; i < kForwardPaths; ++i) ways.of[i] = forward_way<S>(static_cast<ForwardPath>(i));
   return ways;
 }
 
