@@ -166,7 +166,7 @@ class QueryBlock {
   void stream_scores(int64_t band);
   void stream_values(int64_t band);
   template <int Rows>
-  void stream_rows(int64_t band, int64_t row, int64_t key, StreamArgs<S> args);
+  void stream_rows(int64_t band, int64_t row, int64_t key, StreamArgs<S>& args);
   void keep_weights(int64_t band) const;
   void gather_values(const Matrix<Element>& value, Range keys, const uint8_t* visible);
 

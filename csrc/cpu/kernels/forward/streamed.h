@@ -61,7 +61,8 @@ void QueryBlock<S>::stream_scores(int64_t band) {
   }
 }
 
-// out (Rows, n) (+)= left (Rows, depth) . rows (depth, n),   n = Vectors * lanes, or the `columns` left of it
+// Of out (Rows, Dv) (+)= left (Rows, depth) . rows (depth, Dv) the columns from `column` on: Vectors * lanes
+// of them, or the `columns` that are left.
 template <typename S>
 struct StreamArgs {
   int64_t depth;  // in operands
@@ -70,7 +71,7 @@ struct StreamArgs {
   const typename S::Element* rows;
   int64_t row_stride;
   RowsAhead ahead;
-  int64_t columns;
+  int64_t column, columns;
   typename S::Accum* out;
   int64_t out_stride;
   bool fresh;
@@ -83,7 +84,7 @@ void stream_product(const StreamArgs<S>& args) {
   using Operand = typename S::Operand;
   constexpr int kWidth = kLanes<T>;
   constexpr int64_t kBytes = Vectors * kWidth * static_cast<int64_t>(sizeof(Element));
-  T* out = args.out;
+  T* out = args.out + args.column;
   const int64_t out_stride = args.out_stride;
   Vec<T> sums[Rows][Vectors] = {};
   if (!args.fresh) {
@@ -94,8 +95,9 @@ void stream_product(const StreamArgs<S>& args) {
     }
   }
   const Operand* left = args.left;
-  const Element* row = args.rows;
+  const Element* row = args.rows + args.column;
   const char* next = args.ahead.next;
+  if (next != nullptr) next += args.column * static_cast<int64_t>(sizeof(Element));
   const int64_t stride = args.row_stride;
   for (int64_t k = 0; k < args.depth; ++k, row += S::kDepth * stride) {
     if (next != nullptr) {
@@ -180,20 +182,17 @@ void QueryBlock<S>::stream_values(int64_t band) {
 // For `Rows` rows from `row` on and the keys from `key` on, that args.rows holds.
 template <typename S>
 template <int Rows>
-void QueryBlock<S>::stream_rows(int64_t band, int64_t row, int64_t key, StreamArgs<S> args) {
+void QueryBlock<S>::stream_rows(int64_t band, int64_t row, int64_t key, StreamArgs<S>& args) {
   const int64_t value_dim = params_.shape.value_dim;
   args.left = reinterpret_cast<const Operand*>(score_row(band, row)) + key / S::kDepth;
   args.left_stride = s_.score_stride;
+  args.out = s_.output + row * s_.output_stride;
   args.out_stride = s_.output_stride;
-  for (int64_t column = 0; column < value_dim;) {
-    args.out = s_.output + row * s_.output_stride + column;
-    args.columns = value_dim - column;
+  for (args.column = 0; args.column < value_dim;) {
+    args.columns = value_dim - args.column;
     const int64_t vectors = smaller(args.columns / S::kLane, kTileVectors);
     stream_columns<S, Rows>(args, vectors);
-    const int64_t done = larger(vectors, 1) * S::kLane;
-    column += done;
-    args.rows += done;
-    if (args.ahead.next != nullptr) args.ahead.next += done * static_cast<int64_t>(sizeof(Element));
+    args.column += larger(vectors, 1) * S::kLane;
   }
 }
 
