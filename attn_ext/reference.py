@@ -91,7 +91,7 @@ def attention(
         visible = visible & (attn_mask != -math.inf)
         bias = attn_mask.to(dtype)
 
-    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scale = 1.0 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale
     scores = scale * _scores(query, key, visible)
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
@@ -166,12 +166,37 @@ def _scores(query: Tensor, key: Tensor, visible: Tensor) -> Tensor:
     return (rows * columns).sum(-1)
 
 
+class _VisibleProduct(torch.autograd.Function):
+    """The product of left (..., rows, inner), 0 where not visible, with right (..., inner, columns), in which
+    a row of the right side reaches only the rows that see it, whatever it holds. So do its gradients."""
+
+    @staticmethod
+    def forward(left: Tensor, right: Tensor, visible: Tensor) -> Tensor:
+        if right.isfinite().all():
+            return left @ right
+        seen = torch.where(visible.unsqueeze(-1), right.unsqueeze(-3), 0.0)  # (..., rows, inner, columns)
+        return (left.unsqueeze(-1) * seen).sum(-2)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        left, right, visible = ctx.saved_tensors
+        grad_left = torch.where(visible, grad @ right.transpose(-2, -1), 0.0)
+        return grad_left, _mix(left.transpose(-2, -1), grad, visible.transpose(-2, -1)), None
+
+    @staticmethod
+    def jvp(ctx: Any, left_tangent: Tensor, right_tangent: Tensor, _: None) -> Tensor:
+        left, right, visible = ctx.saved_tensors
+        return _mix(left_tangent, right, visible) + _mix(left, right_tangent, visible)
+
+
 def _mix(weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
-    """P V, in which a value reaches only the rows that see its key, whatever it holds."""
-    if value.isfinite().all():
-        return weights @ value
-    columns = torch.where(visible.unsqueeze(-1), value.unsqueeze(-3), 0.0)  # (..., Lq, Lk, Dv)
-    return (weights.unsqueeze(-1) * columns).sum(-2)
+    """P V, in which a value reaches only the rows that see its key."""
+    return _VisibleProduct.apply(weights, value, visible)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _softmax(scores: Tensor, visible: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -226,6 +226,14 @@ void check_grads(const SdpaOutputs& grads, const SdpaSizes& sizes) {
   check_grad(grads.key_mass, "grad_key_mass", sizes.with_tail({sizes.key_len}));
 }
 
+double scale_of(const SdpaArgs& args, int64_t head_dim) {
+  return args.scale.value_or(1.0 / std::sqrt(static_cast<double>(std::max<int64_t>(head_dim, 1))));
+}
+
+double softcap_of(const SdpaArgs& args) {
+  return args.softcap == 0.0 || args.softcap >= 1e30 ? 0.0 : std::max(args.softcap, 1e-30);
+}
+
 int64_t clamp_distance(const c10::SymInt& distance) {
   return std::clamp(distance.guard_int(__FILE__, __LINE__), -kFar, kFar);
 }

@@ -28,6 +28,13 @@ SdpaSizes check_args(const SdpaArgs& args);
 /// The gradients that come into a backward pass have the shape of what they are the gradient of.
 void check_grads(const SdpaOutputs& grads, const SdpaSizes& sizes);
 
+/// The factor of the scores. Without a head dim they are all 0.
+double scale_of(const SdpaArgs& args, int64_t head_dim);
+
+/// The softcap, 0 where none caps anything: scores never reach 1e30. One below 1e-30 leaves nothing of them
+/// either way, and stays far enough from 0 to be divided by.
+double softcap_of(const SdpaArgs& args);
+
 /// A distance that no sequence reaches: beyond it sums would overflow and mean nothing more.
 inline constexpr int64_t kFar = int64_t{1} << 60;
 

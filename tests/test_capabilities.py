@@ -12,6 +12,7 @@ import attn_ext
 TESTS = Path(__file__).parent
 NUMERICAL = (
     "test_forward.py",
+    "test_nonfinite.py",
     "test_backward.py",
     "test_bits.py",
     "test_derivatives.py",

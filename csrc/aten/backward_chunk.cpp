@@ -19,8 +19,7 @@ at::Tensor score_product(const Chunk& chunk, const at::Tensor& scores, const at:
   if (!scores.defined() || !factor.defined()) {
     return {};
   }
-  const at::Tensor safe = chunk.visible.defined() ? finite_or_zero(factor) : factor;
-  return contract(scores, "QK", safe, factor_dims, out_dims, lead) * scale;
+  return contract_visible(scores, "QK", chunk.visible, factor, factor_dims, out_dims, lead) * scale;
 }
 
 }  // namespace

@@ -36,8 +36,7 @@ at::Tensor applied_weights_grad(const at::Tensor& value, const OutputGrads& grad
 
 ScoreGrads score_grads(const Problem& problem, const Chunk& chunk, const OutputGrads& grads);
 
-// The gradients of one chunk, undefined where a factor is. A NaN that is visible is in dS already, so none is
-// taken from key or query, where it may be masked.
+// The gradients of one chunk, undefined where a factor is.
 
 /// scale · dS K
 at::Tensor query_grad(const Problem& problem, const Chunk& chunk, const at::Tensor& scores,

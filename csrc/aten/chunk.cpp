@@ -87,7 +87,7 @@ void softmax(const Problem& problem, const at::Tensor& scores, Chunk& chunk) {
   }
   const at::Tensor divisor = at::where(sum == 0.0, 1.0, sum).to(problem.accumulator);
   chunk.weights = chunk.only_visible(exponentials / divisor);
-  chunk.lse = (max + sum.log()).squeeze(-1);
+  chunk.lse = at::where(max == kInfinity, max, max + sum.log()).squeeze(-1);
   if (sink.defined()) {
     chunk.sink_weights = (sink / divisor).squeeze(-1);
   }

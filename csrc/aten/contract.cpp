@@ -4,7 +4,6 @@
 #include <ATen/ops/all.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/isfinite.h>
-#include <ATen/ops/isnan.h>
 #include <ATen/ops/where.h>
 
 #include <limits>
@@ -131,31 +130,45 @@ at::Tensor contract(const at::Tensor& left_tensor, Letters left_dims, const at::
   return aligned;
 }
 
-at::Tensor finite_or_zero(const at::Tensor& tensor) {
-  return may_hold_nonfinite(tensor) ? at::where(at::isfinite(tensor), tensor, 0.0).to(tensor.scalar_type())
-                                    : tensor;
+namespace {
+
+/// What NaN and Inf of `right` add to a product with `left`, which sees them where `sees` is 1: NaN, if one
+/// of them is NaN or meets a 0, else the Inf of their signs.
+at::Tensor sum_of_nonfinite(const at::Tensor& left, Letters left_dims, const at::Tensor& sees,
+                            const at::Tensor& right, Letters right_dims, Letters out_dims, const Dims& lead) {
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  const auto dtype = left.scalar_type();
+  const auto difference = [&](const at::Tensor& a, const at::Tensor& b) { return a.to(dtype) - b.to(dtype); };
+  const auto count = [&](const at::Tensor& a, const at::Tensor& b) {
+    return contract(a, left_dims, b, right_dims, out_dims, lead);
+  };
+  const at::Tensor left_sign = difference(left > 0, left < 0);
+  const at::Tensor right_sign = difference(right == kInfinity, right == -kInfinity);
+  const at::Tensor seen = count(sees, at::isfinite(right).logical_not().to(dtype));
+  const at::Tensor infinities = count(left_sign.abs(), right_sign.abs());
+  const at::Tensor sum = count(left_sign, right_sign);
+  const auto where = [&](const at::Tensor& condition, double special) {
+    return at::where(condition, special, 0.0).to(dtype);
+  };
+  return where(seen > infinities, std::numeric_limits<double>::quiet_NaN()) +
+         where(infinities + sum > 0, kInfinity) + where(infinities - sum > 0, -kInfinity);
 }
+
+}  // namespace
 
 at::Tensor contract_visible(const at::Tensor& left, Letters left_dims, const at::Tensor& visible,
                             const at::Tensor& right, Letters right_dims, Letters out_dims, const Dims& lead) {
   if (!visible.defined() || !may_hold_nonfinite(right)) {
     return contract(left, left_dims, right, right_dims, out_dims, lead);
   }
-  constexpr double kInfinity = std::numeric_limits<double>::infinity();
   Dims sees_shape(static_cast<size_t>(left.dim() - visible.dim()), 1);
   sees_shape.append(visible.sizes().begin(), visible.sizes().end() - 2);
   sees_shape.append(left.sizes().end() - 2, left.sizes().end());
   const at::Tensor sees = visible.expand(sees_shape).to(left.scalar_type());
-  at::Tensor product = contract(left, left_dims, finite_or_zero(right), right_dims, out_dims, lead);
-  const auto show = [&](const at::Tensor& is_special, double special) {
-    const at::Tensor count =
-        contract(sees, left_dims, is_special.to(left.scalar_type()), right_dims, out_dims, lead);
-    product = product + at::where(count > 0, special, 0.0).to(left.scalar_type());
-  };
-  show(at::isnan(right), std::numeric_limits<double>::quiet_NaN());
-  show(right == kInfinity, kInfinity);
-  show(right == -kInfinity, -kInfinity);
-  return product;
+  const at::Tensor product =
+      contract(left, left_dims, at::where(at::isfinite(right), right, 0.0).to(right.scalar_type()),
+               right_dims, out_dims, lead);
+  return product + sum_of_nonfinite(left, left_dims, sees, right, right_dims, out_dims, lead);
 }
 
 at::Tensor plus(const at::Tensor& a, const at::Tensor& b) {

@@ -22,9 +22,6 @@ at::Tensor contract(const at::Tensor& left, Letters left_dims, const at::Tensor&
 at::Tensor contract_visible(const at::Tensor& left, Letters left_dims, const at::Tensor& visible,
                             const at::Tensor& right, Letters right_dims, Letters out_dims, const Dims& lead);
 
-/// `tensor` with 0 for NaN and Inf: for factors whose visible NaN already shows in the other factor.
-at::Tensor finite_or_zero(const at::Tensor& tensor);
-
 /// The broadcast lead dims of two tensors with two further dims.
 Dims broadcast_lead(const at::Tensor& a, const at::Tensor& b);
 

@@ -89,8 +89,8 @@ Problem make_problem(const SdpaArgs& args) {
   problem.value_dim = number(sizes.value_dim);
   problem.dtype = args.query.scalar_type();
   problem.accumulator = accumulation_dtype(problem.dtype);
-  problem.scale = args.scale ? *args.scale : 1.0 / std::sqrt(static_cast<double>(problem.head_dim));
-  problem.softcap = args.softcap;
+  problem.scale = scale_of(args, problem.head_dim);
+  problem.softcap = softcap_of(args);
   problem.dropout_p = args.dropout_p;
   problem.band = band_of(args);
 

@@ -32,8 +32,8 @@ AttentionShape shape_of(const SdpaArgs& args, const CallSizes& sizes) {
 
 ScoreRule rule_of(const SdpaArgs& args, const CallSizes& sizes, Views& views) {
   ScoreRule rule;
-  rule.scale = args.scale ? *args.scale : 1.0 / std::sqrt(static_cast<double>(sizes.head_dim));
-  rule.softcap = args.softcap;
+  rule.scale = scale_of(args, sizes.head_dim);
+  rule.softcap = softcap_of(args);
   rule.query_offset = clamp_distance(args.query_offset);
   rule.window_left = window_of(args.window_left);
   rule.window_right = args.is_causal ? 0 : window_of(args.window_right);

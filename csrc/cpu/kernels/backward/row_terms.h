@@ -24,10 +24,11 @@ struct RowTerms {
   T* row_scale;          // 1, but for far rows
   T *row_max, *row_sum;  // of far rows, in the making
   int64_t *has_dead_rows, *has_far_rows;
+  int64_t* may_have_bad_grads;  // NaN or Inf in dO
 
   RowTerms from(int64_t row) const {
     return {lse + row,     delta + row,   row_scale + row, row_max + row,
-            row_sum + row, has_dead_rows, has_far_rows};
+            row_sum + row, has_dead_rows, has_far_rows,    may_have_bad_grads};
   }
 };
 
@@ -42,6 +43,7 @@ RowTerms<S> take_row_terms(Arena& arena, int64_t rows) {
   terms.row_sum = take<T>(arena, rows);
   terms.has_dead_rows = take<int64_t>(arena, 1);
   terms.has_far_rows = take<int64_t>(arena, 1);
+  terms.may_have_bad_grads = take<int64_t>(arena, 1);
   return terms;
 }
 
@@ -53,6 +55,12 @@ ATTN_EXT_INLINE const typename S::Accum* lse_rows(const BackwardParams& params, 
          (batch * shape.query_heads + head) * shape.query_len;
 }
 
+// In units of log2. An infinite one is of a row with an infinite score or sink, whose weights are all NaN.
+template <typename T>
+ATTN_EXT_INLINE T log2_lse(T lse) {
+  return lse == kInfinity<T> ? lse - lse : in_log2<T>(lse);
+}
+
 // Whether a row sees no key.
 template <typename T>
 ATTN_EXT_INLINE bool is_dead(const ScoreRule& rule, int64_t batch, int64_t head, int64_t row, T lse) {
@@ -62,11 +70,23 @@ ATTN_EXT_INLINE bool is_dead(const ScoreRule& rule, int64_t batch, int64_t head,
 // A row whose scores are so far from 0 that lse, rounded as they are, says little about their sum, as happens
 // where a bias of -1e9 or the lowest finite value hides all keys. Its weights are made as 2^(s - row max) /
 // row sum again.
-constexpr double kFarScore = 4096;  // in units of log2
+constexpr double kFarScore = 256;  // in units of log2
 
 template <typename T>
 ATTN_EXT_INLINE bool is_far(T lse) {
   return lse != kInfinity<T> && (lse > static_cast<T>(kFarScore) || lse < static_cast<T>(-kFarScore));
+}
+
+// Whether any row of a call is far.
+template <typename T>
+bool any_far(const BackwardParams& params) {
+  const AttentionShape& shape = params.shape;
+  const T* lse = static_cast<const T*>(params.lse);
+  constexpr T kMost = static_cast<T>(kFarScore * kLn2);
+  bool any = false;
+  for (int64_t i = 0; i < shape.batch * shape.query_heads * shape.query_len; ++i)
+    any |= lse[i] > kMost || (lse[i] < -kMost && lse[i] != -kInfinity<T>);
+  return any;
 }
 
 // Takes a span of scores into the maximum of a far row, or, that known, into its sum.
@@ -74,8 +94,11 @@ template <typename S>
 ATTN_EXT_INLINE Vec<typename S::Accum> add_to_max(const typename S::Accum* scores, int64_t begin, int64_t end,
                                                   const ScoreUnits<typename S::Accum>& units,
                                                   Vec<typename S::Accum> row_max) {
-  const auto factor = broadcast(units.softmax_scale);
-  for (int64_t j = begin; j < end; j += S::kLane) row_max = maximum(row_max, load(scores + j) * factor);
+  using T = typename S::Accum;
+  const Vec<T> factor = broadcast(units.softmax_scale);
+  for (int64_t j = begin; j < end; j += S::kLane) {
+    row_max = maximum(row_max, rounded(at_most_largest<T>(load(scores + j)) * factor));
+  }
   return row_max;
 }
 
@@ -87,18 +110,24 @@ ATTN_EXT_INLINE Vec<typename S::Accum> add_to_sum(const typename S::Accum* score
   using T = typename S::Accum;
   const Vec<T> factor = broadcast(units.softmax_scale);
   for (int64_t j = begin; j < end; j += S::kLane) {
-    sum += weights_of<T, true>(load(scores + j), factor, row_max);
+    const Vec<T> s = rounded(at_most_largest<T>(load(scores + j)) * factor);
+    sum += weights_of<T, true>(s, broadcast(static_cast<T>(1)), row_max);
   }
   return sum;
 }
 
-// What a far row's weights 2^(s - row max) are multiplied by. A sink takes part in the sum, but is never far
-// from what sets the maximum: where it could, the row is not far.
+// A far row's weights are scale 2^(s - top), top the maximum of the row and its sink.
 template <typename T>
-ATTN_EXT_INLINE T far_row_scale(T row_max, T row_sum, T sink) {
-  const T log2_sink = sink * static_cast<T>(kLog2E);
-  const T share = log2_sink == -kInfinity<T> ? 0 : exp2<T>(broadcast(log2_sink - row_max))[0];
-  return 1 / (row_sum + share);
+struct FarRow {
+  T top, scale;
+};
+
+template <typename T>
+ATTN_EXT_INLINE FarRow<T> far_row(T row_max, T row_sum, T sink) {
+  const T log2_sink = in_log2<T>(sink);
+  const T top = log2_sink > row_max ? log2_sink : row_max;
+  const auto share = [&](T x) { return exp2<T>(broadcast(x - top))[0]; };
+  return {top, 1 / (row_sum * share(row_max) + share(log2_sink))};
 }
 
 // From the maxima and sums of far rows to what their weights are made of.
@@ -107,8 +136,9 @@ void finish_far_rows(const RowTerms<S>& terms, int64_t rows, typename S::Accum s
   using T = typename S::Accum;
   for (int64_t r = 0; r < rows; ++r) {
     if (!is_far(terms.lse[r]) || terms.row_max[r] == -kInfinity<T>) continue;
-    terms.lse[r] = terms.row_max[r];
-    terms.row_scale[r] = far_row_scale(terms.row_max[r], terms.row_sum[r], sink);
+    const FarRow<T> row = far_row(terms.row_max[r], terms.row_sum[r], sink);
+    terms.lse[r] = row.top;
+    terms.row_scale[r] = row.scale;
   }
 }
 
@@ -128,15 +158,20 @@ void set_row_terms(const BackwardParams& params, const RowTerms<S>& terms, int64
   const T* lse = lse_rows<S>(params, batch, head) + first;
   *terms.has_dead_rows = 0;
   *terms.has_far_rows = 0;
+  *terms.may_have_bad_grads = exact_delta;
   for (int64_t r = 0; r < padded; ++r) {
     const bool live = r < count && !is_dead(params.rule, batch, head, first + r, lse[r]);
-    terms.lse[r] = live ? static_cast<T>(lse[r] * static_cast<T>(kLog2E)) : kInfinity<T>;
+    terms.lse[r] = live ? log2_lse<T>(lse[r]) : kInfinity<T>;
     terms.delta[r] = live && from_output ? dot_of_row(grad, output, r) : 0;
+    if (!(terms.delta[r] - terms.delta[r] == 0)) {
+      *terms.may_have_bad_grads = 1;
+      if (!sees_any<Element>(params.rule, shape.key_len, batch, head, first + r)) terms.delta[r] = 0;
+    }
     if (r < count && params.grad_lse.data != nullptr) {
       terms.delta[r] -= *row_pointer<const T>(params.grad_lse, batch, head, first + r);
     }
-    if (r < count && !live) *terms.has_dead_rows = 1;
-    if (is_biased(params.rule) && is_far(terms.lse[r])) *terms.has_far_rows = 1;
+    if (r < count && !live) *terms.has_dead_rows = *terms.may_have_bad_grads = 1;
+    if (is_far(terms.lse[r])) *terms.has_far_rows = 1;
     terms.row_scale[r] = 1;
     terms.row_max[r] = -kInfinity<T>;
     terms.row_sum[r] = 0;

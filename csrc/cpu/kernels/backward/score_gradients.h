@@ -36,9 +36,15 @@ struct ScoreSpan {
   OfKey<T> mass_grads;        // dMass
   const T* keep;              // M; null: all 1
 
+  // Where scores are far from 0 the product is rounded, as the row's maximum was.
   ATTN_EXT_INLINE Vec<T> weight(int64_t j) const {
-    return weights_of<T, true>(load(scores + j), broadcast(softmax_scale), lse[j]) * row_scale[j];
+    const Vec<T> s = at_most_largest<T>(load(scores + j)), scale = broadcast(softmax_scale);
+    const Vec<T> product = rounded(s * scale), near = broadcast(static_cast<T>(128));
+    const Vec<T> exponent =
+        (lse[j] > near) | (lse[j] < -near) ? product - lse[j] : multiply_add(s, scale, -lse[j]);
+    return (hidden(j) ? Vec<T>{} : exp2<T>(exponent)) * row_scale[j];
   }
+  ATTN_EXT_INLINE Vec<Bits<T>> hidden(int64_t j) const { return is_hidden<T>(load(scores + j), lse[j]); }
   // dP without M
   ATTN_EXT_INLINE Vec<T> grad(int64_t j) const {
     Vec<T> sum = has_grads ? load(grads + j) : Vec<T>{};
@@ -61,9 +67,10 @@ ATTN_EXT_INLINE Vec<typename S::Accum> make_score_grads(const ScoreSpan<S, OfQue
   using T = typename S::Accum;
   for (int64_t j = begin; j < end; j += S::kLane) {
     const Vec<T> p = span.weight(j), factor = span.factor(j);
+    const Vec<Bits<T>> hidden = span.hidden(j);
     Vec<T> grad = rounded(span.grad(j) * factor);
     if constexpr (!ToDelta) grad -= delta[j];
-    grad = p == Vec<T>{} ? p : p * grad;
+    grad = hidden ? Vec<T>{} : p * grad;
     store(span.scores + j, p * factor);
     store(span.grads + j, grad);
     sum += grad;
@@ -77,18 +84,6 @@ ATTN_EXT_INLINE void multiply_by_slope(T* grads, const T* slope, int64_t begin, 
   for (int64_t j = begin; j < end; j += kLanes<T>) {
     const Vec<T> grad = load(grads + j);
     store(grads + j, grad == Vec<T>{} ? grad : grad * load(slope + j));
-  }
-}
-
-// to += v, `count` lanes of it, in a gradient of any stride.
-template <typename T>
-inline void add_row(T* to, int64_t stride, Vec<T> v, int64_t count) {
-  if (stride == 1 && count == kLanes<T>) {
-    store(to, load(to) + v);
-  } else if (stride == 1) {
-    store_partial(to, load_partial(to, count) + v, count);
-  } else {
-    for (int64_t j = 0; j < count; ++j) to[j * stride] += v[j];
   }
 }
 

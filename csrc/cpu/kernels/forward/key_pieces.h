@@ -136,7 +136,6 @@ void KeyPieces<S>::run_piece(int64_t batch, int64_t key_head, int64_t piece) {
     const int64_t count = smaller(plan_.block_rows, rows - first);
     block.set_rows(key_head * group, first, count);
     block.attend(keys);
-    if (!block.output_is_finite()) block.attend_carefully(keys);
     plan_.pieces.merged ? keep_rows(batch, count, piece) : block.finish();
   }
 }
@@ -158,7 +157,9 @@ void KeyPieces<S>::merge_weights(int64_t batch, int64_t row) const {
     const Vec<T> factor = broadcast(query_.factor[row]) * share;
     const int64_t end = smaller((piece + 1) * plan_.pieces.keys, shape_.key_len);
     for (int64_t j = piece * plan_.pieces.keys; j < end; j += S::kLane) {
-      out.write(j, load(kept + j), factor, smaller(S::kLane, end - j));
+      out.write(j, load(kept + j), factor, smaller(S::kLane, end - j), [&](int64_t key) {
+        return sees_key<Element>(params_.rule, shape_.key_len, batch, head, index, key);
+      });
     }
   }
 }

@@ -7,11 +7,30 @@
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
-// Keys of a value product: so many rows of values stay in the nearest cache for all tiles of a band.
-constexpr int64_t kValueDepth = 1024;
+template <typename S>
+bool QueryBlock<S>::has_bad_values(Range keys) {
+  if (bad_values_ < 0) {
+    bad_values_ = !all_finite(rows_of<Element>(params_.value, batch_, key_head_, keys.begin,
+                                               keys.end - keys.begin, params_.shape.value_dim));
+  }
+  return bad_values_ != 0;
+}
+
+// A thread that has met NaN or Inf among values looks for them first from then on.
+template <typename S>
+void QueryBlock<S>::attend(Range keys, bool emit) {
+  careful_ = *s_.met_bad_values != 0 && has_bad_values(keys);
+  emit_in_place_ = emit;
+  attend_once(keys);
+  if (careful_ || output_is_finite() || !has_bad_values(keys)) return;
+  *s_.met_bad_values = 1;
+  careful_ = true;
+  emit_in_place_ = false;  // all is written already
+  attend_once(keys);
+}
 
 template <typename S>
-void QueryBlock<S>::attend(Range keys) {
+void QueryBlock<S>::attend_once(Range keys) {
   const int64_t padded_rows = round_up(rows_, S::kLane) + S::kLane;
   for (int64_t r = 0; r < padded_rows; ++r) {
     s_.row_max[r] = -kInfinity<T>;
@@ -40,7 +59,6 @@ void QueryBlock<S>::attend_band(int64_t band) {
       emit_in_place_ || kept_weights_ != nullptr;  // somebody wants the weights before they are rounded
   streams ? stream_scores(band) : scores(band);
   mask(band);
-  if (visible_ != nullptr) note_visible(band);
   softmax(band, S::kPaired && !drops && !wide);
   if (drops) dropout(band, S::kPaired && !wide);
   if (emit_in_place_) {
@@ -49,13 +67,7 @@ void QueryBlock<S>::attend_band(int64_t band) {
   }
   if (kept_weights_ != nullptr) keep_weights(band);
   if (S::kPaired && wide) pair_weights(band);
-  if (streams) {
-    stream_values(band);
-  } else if (visible_ != nullptr) {
-    values_careful(band);
-  } else {
-    values(band);
-  }
+  streams ? stream_values(band) : values(band);
 }
 
 // S (rows, keys) = Q (rows, D) . K^T (D, keys), panel by panel, where the tiles' rows see anything.
@@ -92,10 +104,17 @@ template <typename S>
 void QueryBlock<S>::row_maxima(int64_t band, T* top) const {
   for (int64_t r = band; r < band + band_rows(band); ++r) {
     const T* row = score_row(band, r);
-    Vec<T> lanes = broadcast(-kInfinity<T>);
-    each_run(aligned(tile_span(r)),
-             [&](int64_t begin, int64_t end) { lanes = max_span(row, begin, end, lanes); });
-    top[r - band] = lane_max<T>(lanes);
+    const auto row_max = [&] {
+      Vec<T> lanes = broadcast(-kInfinity<T>);
+      each_run(aligned(tile_span(r)),
+               [&](int64_t begin, int64_t end) { lanes = max_span(row, begin, end, lanes); });
+      return lane_max<T>(lanes);
+    };
+    top[r - band] = row_max();
+    if (top[r - band] == kInfinity<T> && is_biased(params_.rule)) {
+      lower_infinite_scores(band, r);
+      top[r - band] = row_max();
+    }
   }
 }
 
@@ -199,10 +218,12 @@ void QueryBlock<S>::values(int64_t band) {
     for (int64_t i = 0; i < run_count_; ++i) {
       for (int64_t key = runs_[i].begin; key < runs_[i].end; key += kValueDepth) {
         const Range stretch{key, smaller(key + kValueDepth, runs_[i].end)};
+        const ValueStretch<S> values = value_stretch(column, stretch);
         for (int64_t tile = band; tile < band + band_rows(band); tile += kTileRows) {
           const Range span = intersect(stretch, tile_span(tile));
-          if (!is_empty(span)) multiply_values(band, tile, column, span);
+          if (!is_empty(span)) multiply_values(band, tile, column, span, values);
         }
+        if (values.left_out) add_bad_values(band, column, width, stretch);
       }
     }
   }
@@ -211,11 +232,57 @@ void QueryBlock<S>::values(int64_t band) {
   }
 }
 
+// Some columns of the values of some keys of the block.
 template <typename S>
-void QueryBlock<S>::multiply_values(int64_t band, int64_t tile, int64_t column, Range span) {
+Matrix<typename S::Element> QueryBlock<S>::values_of(int64_t column, int64_t columns, Range keys) const {
+  Matrix<Element> m =
+      rows_of<Element>(params_.value, batch_, key_head_, block_key_ + keys.begin,
+                       smaller(keys.end, block_count_) - keys.begin, params_.shape.value_dim - column);
+  m.data += column * m.column_stride;
+  m.columns = smaller(m.columns, columns);
+  return m;
+}
+
+template <typename S>
+ValueStretch<S> QueryBlock<S>::value_stretch(int64_t column, Range stretch) const {
+  const int64_t width = panel_width_of<S>(params_.shape.value_dim);
+  const auto& packed = packed_.values;
+  if (careful_) {
+    const Matrix<Element> m = values_of(column, width, stretch);
+    const Matrix<Element> finite = finite_only(m, s_.finite_values);
+    if (finite.data != m.data) {
+      pack_row_panels<Product>(finite, 0, depth_of<Product>(finite.rows), width, s_.finite_value_operands, 0);
+      return {s_.finite_value_operands, width, stretch.begin, true};
+    }
+  }
+  return {packed.data + column / width * packed.panel_stride, packed.row_stride,
+          packed_.first_key - block_key_, false};
+}
+
+// What the values' NaN and Inf give to the rows that see them. A row with a NaN weight is NaN as a whole.
+template <typename S>
+void QueryBlock<S>::add_bad_values(int64_t band, int64_t column, int64_t columns, Range keys) const {
+  const auto weight = [&](int64_t r, int64_t j) -> T {
+    const T* row = score_row(band, band + r);
+    if constexpr (S::kPaired) return to_compute(reinterpret_cast<const Element*>(row)[keys.begin + j]);
+    return row[keys.begin + j];
+  };
+  add_nonfinite(
+      values_of(column, columns, keys), band_rows(band),
+      [&](int64_t r, int64_t j) {
+        return s_.row_sum[band + r] == s_.row_sum[band + r] && is_seen(band + r, keys.begin + j);
+      },
+      weight,
+      [&](int64_t r, int64_t c, Vec<T> sum, int64_t count) {
+        add_row(s_.output + (band + r) * s_.output_stride + column + c, 1, sum, count);
+      });
+}
+
+template <typename S>
+void QueryBlock<S>::multiply_values(int64_t band, int64_t tile, int64_t column, Range span,
+                                    const ValueStretch<S>& values) {
   const int64_t width = panel_width_of<S>(params_.shape.value_dim);
   const int64_t begin = span.begin / S::kDepth, end = depth_of<Product>(span.end);
-  const int64_t first = (block_key_ - packed_.first_key) / S::kDepth;
   // The row maximum has moved once for this block of keys: only the first product of a tile carries it over.
   bool first_of_tile = true;
   each_run(tile_span(tile), [&](int64_t run_begin, int64_t) { first_of_tile &= span.begin <= run_begin; });
@@ -223,9 +290,8 @@ void QueryBlock<S>::multiply_values(int64_t band, int64_t tile, int64_t column, 
   args.depth = end - begin;
   args.left = reinterpret_cast<const Operand*>(score_row(band, tile)) + begin;
   args.left_stride = s_.score_stride;
-  args.right = packed_.values.data + column / width * packed_.values.panel_stride +
-               (first + begin) * packed_.values.row_stride;
-  args.right_stride = packed_.values.row_stride;
+  args.right = values.data + (begin - values.first / S::kDepth) * values.row_stride;
+  args.right_stride = values.row_stride;
   args.out = s_.output + tile * s_.output_stride + column;
   args.out_stride = s_.output_stride;
   args.carry = first_of_tile ? s_.carry + tile : s_.ones + tile;

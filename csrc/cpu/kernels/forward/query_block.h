@@ -6,6 +6,7 @@
 
 #include "../interface/forward.h"
 #include "../matrix/arena.h"
+#include "../matrix/finite.h"
 #include "../scores/mask_and_scale.h"
 #include "packed_head.h"
 
@@ -17,15 +18,20 @@ constexpr int64_t kMaxBlockKeys = 4096;
 constexpr int64_t kRunKeys = 64;  // keys are left out by the mask in units of this
 constexpr int64_t kMaxRuns = kMaxBlockKeys / kRunKeys / 2 + 1;
 constexpr int64_t kStreamKeys = 32;  // keys whose values are streamed at a time
+// Keys of a value product: so many rows of values stay in the nearest cache for all tiles of a band.
+constexpr int64_t kValueDepth = 1024;
 
 template <typename S>
 struct QueryScratch {
   using T = typename S::Accum;
+  int64_t* met_bad_values;          // NaN or Inf, by this thread in this call: first, where all is 0 at first
   typename S::Operand* query;       // (rows, query_stride)
   T* scores;                        // (band rows, score_stride)
   T* output;                        // (rows, padded Dv), not yet divided by the row sum
   typename S::Element* key_rows;    // (lanes, D), and
-  typename S::Element* value_rows;  // (kStreamKeys, Dv): copied rows, where they are streamed
+  typename S::Element* value_rows;  // (kStreamKeys, Dv): copied rows, where they are streamed; else
+  typename S::Element* finite_values;          // (kValueDepth, panel width): a stretch without NaN and Inf,
+  typename S::Operand* finite_value_operands;  // and as it is multiplied
   T *row_max, *row_sum, *carry, *ones, *factor, *lse;
   int64_t *row_head, *row_index;
   Range* row_keys;   // visible keys, the mask apart
@@ -40,6 +46,7 @@ inline QueryScratch<S> take_query_scratch(Arena& arena, const AttentionShape& sh
                                           const ForwardPlan& plan) {
   using T = typename S::Accum;
   QueryScratch<S> s{};
+  s.met_bad_values = take<int64_t>(arena, 1);
   const int64_t rows = round_up(plan.block_rows, kTileRows) + S::kLane + kBandRows;
   s.query_stride = row_stride_of<S>(shape.head_dim);
   s.score_stride =
@@ -51,6 +58,11 @@ inline QueryScratch<S> take_query_scratch(Arena& arena, const AttentionShape& sh
   if (plan.path == ForwardPath::kFewRows) {
     s.key_rows = take<typename S::Element>(arena, S::kLane * shape.head_dim);
     s.value_rows = take<typename S::Element>(arena, kStreamKeys * shape.value_dim);
+  } else {
+    const int64_t keys = round_up(smaller(kValueDepth, plan.block_keys), S::kLane);
+    const int64_t width = panel_width_of<S>(shape.value_dim);
+    s.finite_values = take<typename S::Element>(arena, keys * width);
+    s.finite_value_operands = take<typename S::Operand>(arena, depth_of<typename S::Product>(keys) * width);
   }
   s.row_max = take<T>(arena, rows);
   s.row_sum = take<T>(arena, rows);
@@ -66,6 +78,15 @@ inline QueryScratch<S> take_query_scratch(Arena& arena, const AttentionShape& sh
   s.tile_started = take<uint8_t>(arena, rows);
   return s;
 }
+
+// Values of some keys of the block, as right operand: from key `first` of the block on.
+template <typename S>
+struct ValueStretch {
+  const typename S::Operand* data;
+  int64_t row_stride;
+  int64_t first;
+  bool left_out;  // NaN or Inf
+};
 
 template <typename S>
 struct StreamArgs;  // streamed.h
@@ -92,10 +113,6 @@ class QueryBlock {
   // Where the weights' column sums are added, for blocks whose rows are all of one head.
   void set_key_mass(T* key_mass) { key_mass_ = key_mass; }
 
-  // Whether attend() writes weights and key mass, as it can where one block holds all keys; else emit_all()
-  // has to.
-  void set_emit_in_place(bool emit) { emit_in_place_ = emit; }
-
   // Where attend() leaves the weights, not yet divided by the row sums: (B, Hq, Lq, key_stride).
   void set_kept_weights(T* weights, int64_t key_stride) {
     kept_weights_ = weights;
@@ -106,13 +123,11 @@ class QueryBlock {
   // other.
   void set_rows(int64_t first_head, int64_t first, int64_t rows);
 
-  // Attends to `keys`, leaving row max, row sum and the undivided output in the scratch.
-  void attend(Range keys);
-  bool output_is_finite() const { return are_finite(s_.output, rows_ * s_.output_stride); }
-
-  // attend(), with masked-out values left out of the products, since a weight of 0 keeps out neither NaN nor
-  // Inf. Slow; the same bits where all is finite.
-  void attend_carefully(Range keys);
+  // Attends to `keys`, leaving row max, row sum and the undivided output in the scratch. `emit`: writes
+  // weights and key mass, as it can where one block holds all keys; else emit_all() has to. NaN and Inf among
+  // the values, which a weight of 0 does not keep out, reach only the rows that see them; all else has the
+  // same bits with and without them.
+  void attend(Range keys, bool emit = false);
 
   // Divides by the row sums and writes output and lse.
   void finish();
@@ -142,6 +157,10 @@ class QueryBlock {
     return plan_.path != ForwardPath::kFewRows && is_dense(query) && are_operands<Product>(query);
   }
   void limit_rows();
+  bool is_seen(int64_t r, int64_t key) const {
+    return sees_key<Element>(params_.rule, params_.shape.key_len, batch_, s_.row_head[r], s_.row_index[r],
+                             block_key_ + key);
+  }
   bool set_key_block(int64_t first_key, int64_t count);
   void select_runs();
   bool is_live(int64_t begin, int64_t end) const;
@@ -151,7 +170,12 @@ class QueryBlock {
   void mask(int64_t band);
   void mask_row(int64_t r, T* row, int64_t begin, int64_t end) const;
 
+  void lower_infinite_scores(int64_t band, int64_t r) const;
+
   // packed.h
+  bool output_is_finite() const { return are_finite(s_.output, rows_ * s_.output_stride); }
+  bool has_bad_values(Range keys);
+  void attend_once(Range keys);
   void scores(int64_t band);
   void attend_band(int64_t band);
   void softmax(int64_t band, bool paired);
@@ -160,7 +184,10 @@ class QueryBlock {
   void dropout(int64_t band, bool paired);
   void pair_weights(int64_t band);
   void values(int64_t band);
-  void multiply_values(int64_t band, int64_t tile, int64_t column, Range span);
+  Matrix<Element> values_of(int64_t column, int64_t columns, Range keys) const;
+  ValueStretch<S> value_stretch(int64_t column, Range stretch) const;
+  void multiply_values(int64_t band, int64_t tile, int64_t column, Range span, const ValueStretch<S>& values);
+  void add_bad_values(int64_t band, int64_t column, int64_t columns, Range keys) const;
 
   // streamed.h
   void stream_scores(int64_t band);
@@ -168,7 +195,7 @@ class QueryBlock {
   template <int Rows>
   void stream_rows(int64_t band, int64_t row, int64_t key, StreamArgs<S>& args);
   void keep_weights(int64_t band) const;
-  void gather_values(const Matrix<Element>& value, Range keys, const uint8_t* visible);
+  bool gather_values(const Matrix<Element>& value, Range keys) const;
 
   // output.h
   void finish_rows(int64_t band);
@@ -176,9 +203,6 @@ class QueryBlock {
   void store_output() const;
   void emit(int64_t band);
   void emit_row(int64_t r, const T* row) const;
-  void note_visible(int64_t band);
-  void values_careful(int64_t band);
-  void careful_row(int64_t band, int64_t r, int64_t column, Range span, bool first, bool fresh);
 
   const ForwardParams& params_;
   const ForwardPlan& plan_;
@@ -190,6 +214,8 @@ class QueryBlock {
   T* kept_weights_ = nullptr;
   int64_t kept_stride_ = 0;
   bool emit_in_place_ = false;      // weights go out while their scores are in cache
+  bool careful_ = false;            // NaN and Inf are left out of the values' products, and shown apart
+  int8_t bad_values_ = -1;          // has_bad_values(); -1: not looked for yet
   bool mask_by_key_ = false;        // the mask has to be looked at key by key
   bool mask_in_tile_ = false;       // and its rows are dense, so that whole tiles do
   const Operand* query_ = nullptr;  // the rows' operands, query_stride_ apart
@@ -200,8 +226,6 @@ class QueryBlock {
   int64_t block_count_ = 0;
   Range runs_[kMaxRuns];
   int64_t run_count_ = 0;
-  uint8_t* visible_ = nullptr;        // (band rows, score_stride), in careful mode
-  Operand* chosen_values_ = nullptr;  // (keys of a run, value panel width), in careful mode
 };
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

@@ -157,23 +157,18 @@ void QueryBlock<S>::stream_values(int64_t band) {
       args.row_stride = value.row_stride;
       args.ahead = {};
       if (band == 0) args.ahead = rows_ahead(value, j + distance, run.end, after);
-      if (visible_ != nullptr || value.column_stride != 1 || j + args.depth * S::kDepth > value.rows) {
+      bool left_out = false;
+      if (careful_ || value.column_stride != 1 || j + args.depth * S::kDepth > value.rows) {
+        left_out = gather_values(value, keys);
         args.rows = s_.value_rows;
         args.row_stride = value.columns;
         args.ahead = {};
       }
-      if (visible_ != nullptr) {
-        for (int64_t r = band; r < band + band_rows(band); ++r) {
-          gather_values(value, keys, visible_ + (r - band) * s_.score_stride);
-          stream_rows<1>(band, r, j, args);
-        }
-        continue;
-      }
-      if (args.rows == s_.value_rows) gather_values(value, keys, nullptr);
       each_few_rows<S>(band, band + band_rows(band), [&](auto count, int64_t r) {
         stream_rows<decltype(count)::value>(band, r, j, args);
         args.ahead = {};
       });
+      if (left_out) add_bad_values(band, 0, value.columns, keys);
     }
   }
   if (!args.fresh) memset(s_.tile_started, 1, static_cast<size_t>(rows_));
@@ -210,17 +205,16 @@ void QueryBlock<S>::keep_weights(int64_t band) const {
   }
 }
 
-// Copies the values of `keys`, zero where they are not visible (null: all are) and for the keys that fill up
-// the last operand.
+// Copies the values of `keys`, and zero for the keys that fill up the last operand. In careful mode NaN and
+// Inf are left out; whether there were any.
 template <typename S>
-void QueryBlock<S>::gather_values(const Matrix<Element>& value, Range keys, const uint8_t* visible) {
-  const int64_t width = value.columns;
-  gather_block(value, keys.begin, round_up(keys.end - keys.begin, S::kDepth), 0, width, s_.value_rows);
-  for (int64_t j = keys.begin; visible != nullptr && j < keys.end; ++j) {
-    if (!visible[j]) {
-      memset(s_.value_rows + (j - keys.begin) * width, 0, static_cast<size_t>(width) * sizeof(Element));
-    }
-  }
+bool QueryBlock<S>::gather_values(const Matrix<Element>& value, Range keys) const {
+  const int64_t width = value.columns, rows = round_up(keys.end - keys.begin, S::kDepth);
+  gather_block(value, keys.begin, rows, 0, width, s_.value_rows);
+  const Matrix<Element> copy{s_.value_rows, width, 1, rows, width};
+  if (!careful_ || all_finite(copy)) return false;
+  finite_only(copy, s_.value_rows);
+  return true;
 }
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

@@ -173,6 +173,22 @@ void QueryBlock<S>::mask(int64_t band) {
   }
 }
 
+// A row with infinite scores, of which a finite bias may have made some (log2_bias).
+template <typename S>
+void QueryBlock<S>::lower_infinite_scores(int64_t band, int64_t r) const {
+  if (!mask_by_key_) return;
+  with_kind<Element>(params_.rule.mask_kind, [&](auto tag) {
+    using M = typename decltype(tag)::Type;
+    if constexpr (!std::is_same_v<M, uint8_t>) {
+      const TensorView& view = params_.rule.mask;
+      const M* mask = row_pointer<const M>(view, batch_, s_.row_head[r], s_.row_index[r]);
+      const Range span = intersect(s_.row_span[r], tile_span(r));
+      lower_to_largest(score_row(band, r), span.begin, span.end, mask + block_key_ * view.column_stride,
+                       view.column_stride);
+    }
+  });
+}
+
 template <typename S>
 void QueryBlock<S>::mask_row(int64_t r, T* row, int64_t begin, int64_t end) const {
   if (begin >= end) return;

@@ -63,4 +63,16 @@ __attribute__((noinline)) void gather_block(const Matrix<Element>& m, int64_t ro
   }
 }
 
+// to += v, `count` lanes of it, elements of any stride.
+template <typename T>
+inline void add_row(T* to, int64_t stride, Vec<T> v, int64_t count) {
+  if (stride == 1 && count == kLanes<T>) {
+    store(to, load(to) + v);
+  } else if (stride == 1) {
+    store_partial(to, load_partial(to, count) + v, count);
+  } else {
+    for (int64_t j = 0; j < count; ++j) to[j * stride] += v[j];
+  }
+}
+
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

@@ -89,6 +89,24 @@ inline void cap_span(T* scores, T* slope, int64_t begin, int64_t end, const Scor
   }
 }
 
+// Where a bias is finite, but not in units of log2, and has made a score infinite: the largest finite one
+// instead. mask[j * stride] belongs to scores[j].
+template <typename T, typename M>
+void lower_to_largest(T* scores, int64_t begin, int64_t end, const M* mask, int64_t stride) {
+  for (int64_t j = begin; j < end; ++j) {
+    const T bias = static_cast<T>(to_compute(mask[j * stride]));
+    const bool overflows = bias < kInfinity<T> && bias * static_cast<T>(kLog2E) == kInfinity<T>;
+    if (scores[j] == kInfinity<T> && overflows) scores[j] = FloatFormat<T>::kLargest;
+  }
+}
+
+// Products of infinite factors may be -inf where a key is seen: not to be taken for hidden ones.
+template <typename T>
+inline void keep_seen(T* products, int64_t count) {
+  const Vec<T> lowest = broadcast(-FloatFormat<T>::kLargest);
+  for (int64_t j = 0; j < count; j += kLanes<T>) store(products + j, maximum(lowest, load(products + j)));
+}
+
 // v where the lane's byte is not 0, -inf elsewhere; bytes from `count` on do not exist and count as 0.
 template <typename T>
 ATTN_EXT_INLINE Vec<T> keep_flagged(Vec<T> v, const uint8_t* flags, int64_t count = kLanes<T>) {

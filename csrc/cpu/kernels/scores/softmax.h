@@ -64,12 +64,18 @@ ATTN_EXT_INLINE void pair_span(float* scores, int64_t begin, int64_t end) {
 }
 #endif
 
-// P = 2^(scale s - lse); exactly 0 where a key is masked or a query is dead, whatever else is NaN there.
+// Where a weight is 0 because a key is masked or a query is dead, and not because it is small.
+template <typename T>
+ATTN_EXT_INLINE Vec<Bits<T>> is_hidden(Vec<T> s, Vec<T> lse) {
+  return (s == -kInfinity<T>) | (lse == kInfinity<T>);
+}
+
+// P = 2^(scale s - lse); exactly 0 where hidden, whatever else is NaN there.
 template <typename T, bool Select>
 ATTN_EXT_INLINE Vec<T> weights_of(Vec<T> s, Vec<T> scale, Vec<T> lse) {
   const Vec<T> p = exp2<T>(multiply_add(s, scale, -lse));
   if constexpr (!Select) return p;
-  return ((s == -kInfinity<T>) | (lse == kInfinity<T>)) ? Vec<T>{} : p;
+  return is_hidden<T>(s, lse) ? Vec<T>{} : p;
 }
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

@@ -117,6 +117,20 @@ ATTN_EXT_INLINE bool any_let_through(const ScoreRule& rule, int64_t batch, int64
   return any;
 }
 
+// Whether a row sees a key, and whether it sees any: by window and mask, whatever the scores are.
+template <typename Element>
+ATTN_EXT_INLINE bool sees_key(const ScoreRule& rule, int64_t key_len, int64_t batch, int64_t head,
+                              int64_t row, int64_t key) {
+  return any_let_through<Element>(rule, batch, head, row,
+                                  intersect(window_keys(rule, key_len, row), {key, key + 1}));
+}
+
+template <typename Element>
+ATTN_EXT_INLINE bool sees_any(const ScoreRule& rule, int64_t key_len, int64_t batch, int64_t head,
+                              int64_t row) {
+  return any_let_through<Element>(rule, batch, head, row, window_keys(rule, key_len, row));
+}
+
 // The range from the first key that a bool mask row lets through to the last; `gapless` tells whether it lets
 // all of that range through, as padding masks do: then the range says all and the mask need not be looked at
 // again.

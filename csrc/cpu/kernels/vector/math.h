@@ -100,6 +100,22 @@ ATTN_EXT_INLINE Vec<T> exp2(Vec<T> x) {
 #endif
 }
 
+// The largest finite number in place of what is beyond it; NaN stays.
+template <typename T>
+ATTN_EXT_INLINE Vec<T> at_most_largest(Vec<T> x) {
+  const Vec<T> largest = broadcast(FloatFormat<T>::kLargest);
+  return x > largest ? largest : x;
+}
+
+// A finite number that stays finite in units of log2.
+template <typename T>
+ATTN_EXT_INLINE T in_log2(T x) {
+  constexpr T kLargest = FloatFormat<T>::kLargest;
+  const T y = x * static_cast<T>(kLog2E);
+  if (!(x - x == 0)) return y;
+  return y > kLargest ? kLargest : y < -kLargest ? -kLargest : y;
+}
+
 // log x = n ln 2 + 2 atanh((m - 1) / (m + 1)), x = 2^n m with m in [sqrt(1/2), sqrt(2)), for normal x > 0.
 template <typename T>
 ATTN_EXT_INLINE Vec<T> log_normal(Vec<T> x) {

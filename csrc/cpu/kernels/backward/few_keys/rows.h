@@ -31,8 +31,9 @@ void FewKeysUnit<S>::set_far_row(RowSpan<S>& span) const {
   const T top = lane_max<T>(add_to_max<S>(span.scores, 0, stride_, units_, broadcast(-kInfinity<T>)));
   if (top == -kInfinity<T>) return;
   const Vec<T> sums = add_to_sum<S>(span.scores, 0, stride_, units_, broadcast(top), Vec<T>{});
-  span.lse = {top};
-  span.row_scale = {far_row_scale(top, lane_sum<T>(sums), sink_)};
+  const FarRow<T> row = far_row(top, lane_sum<T>(sums), sink_);
+  span.lse = {row.top};
+  span.row_scale = {row.scale};
 }
 
 // delta from rowsum(P dP), and what it gives to the sink's gradient. The sum of all weights is 1 but for the
@@ -42,6 +43,8 @@ ATTN_EXT_INLINE typename S::Accum FewKeysUnit<S>::finish_delta(int64_t row, T ls
   const bool sinks = lse != -kInfinity<T> && sink_ != -kInfinity<T>;
   const T share = sink_share(sink_, lse);
   const T total = weight_sum + share;
+  // A row of dO that is not finite has no finite product; one that sees nothing does not show it.
+  if (!(sum - sum == 0) || weight_sum == 0) may_have_bad_grads_ = true;
   T delta = total > 0 ? sum / total : sum;
   if (params_.grad_lse.data != nullptr)
     delta -= *row_pointer<const T>(params_.grad_lse, unit_.batch, head_, row);
@@ -59,28 +62,28 @@ void FewKeysUnit<S>::finish_full_row(int64_t row, int64_t index) {
   span.softmax_scale = units_.softmax_scale;
   finish_row_scores<S>(params_, units_, row_place(row), {0, keys_}, {span.scores, stride_}, s_.cap_slope);
   const T natural = lse_rows<S>(params_, unit_.batch, head_)[row];
-  const bool dead = is_dead_row(row);
-  dead_rows_ |= dead;
-  span.lse = {dead ? kInfinity<T> : natural * static_cast<T>(kLog2E)};
-  if (is_biased(params_.rule) && is_far(span.lse.x)) set_far_row(span);
+  span.lse = {is_dead_row(row) ? kInfinity<T> : log2_lse<T>(natural)};
+  if (is_far(span.lse.x)) set_far_row(span);
   if (params_.dropout.enabled) {
     draw_row(row);
     span.keep = s_.keep;
   }
   Vec<T> sum = {}, weight_sum = {};
+  Vec<Bits<T>> hidden[kFewKeys / kLanes<T>];
   for (int64_t j = 0; j < stride_; j += S::kLane) {
     const Vec<T> p = span.weight(j);
+    hidden[j / S::kLane] = span.hidden(j);
     store(span.scores + j, p);
     if (!wants_grads_) continue;
-    const Vec<T> grad = p == Vec<T>{} ? Vec<T>{} : span.grad(j) * span.factor(j);
+    const Vec<T> grad = hidden[j / S::kLane] ? Vec<T>{} : span.grad(j) * span.factor(j);
     weight_sum += p;
     sum = multiply_add(p, grad, sum);
     store(span.grads + j, grad);
   }
   const T delta = finish_delta(row, natural, lane_sum<T>(sum), lane_sum<T>(weight_sum));
   for (int64_t j = 0; wants_grads_ && j < stride_; j += S::kLane) {
-    const Vec<T> p = load(span.scores + j);
-    store(span.grads + j, p == Vec<T>{} ? p : p * (load(span.grads + j) - broadcast(delta)));
+    const Vec<T> grad = load(span.scores + j) * (load(span.grads + j) - broadcast(delta));
+    store(span.grads + j, hidden[j / S::kLane] ? Vec<T>{} : grad);
   }
   if (grad_mask_ != nullptr)
     add_mask_row(params_.grad_mask, grad_mask_, row_place(row), {0, keys_}, span.grads);
@@ -147,10 +150,11 @@ ATTN_EXT_INLINE void FewKeysUnit<S>::make_plain_weights(T* scores, const T* grad
     }
     if (v + 1 == Vectors || has_window) s = keep_lanes<T>(s, seen.begin - j, seen.end - j);
     const Vec<T> power = exp2<T>(multiply_add(s, factor, shift));
-    const Vec<T> p = s == -kInfinity<T> ? Vec<T>{} : power;
+    const Vec<Bits<T>> hidden = s == -kInfinity<T>;
+    const Vec<T> p = hidden ? Vec<T>{} : power;
     store(scores + j, p);
     weight_sums += p;
-    sums = multiply_add(p, p == Vec<T>{} ? Vec<T>{} : load(grads + j), sums);
+    sums = multiply_add(p, hidden ? Vec<T>{} : load(grads + j), sums);
   }
   sum = lane_sum<T>(sums);
   weight_sum = lane_sum<T>(weight_sums);
@@ -187,9 +191,10 @@ ATTN_EXT_INLINE void FewKeysUnit<S>::make_plain_grads(int64_t r, const T* deltas
 }
 
 // All that is made of up to kFewKeysBand rows: the deltas come together, so that no row waits for its own.
+// False, and nothing made but P, if there is NaN or Inf among what they see: finish_bad_rows() has to.
 template <typename S>
 template <int Vectors, typename M>
-void FewKeysUnit<S>::finish_plain_rows(int64_t first, int64_t begin, int64_t end) {
+bool FewKeysUnit<S>::finish_plain_rows(int64_t first, int64_t begin, int64_t end) {
   const ScoreRule& rule = params_.rule;
   const TensorView& view = params_.grad_mask;
   const bool has_window = rule.window_left >= 0 || rule.window_right >= 0;
@@ -199,7 +204,6 @@ void FewKeysUnit<S>::finish_plain_rows(int64_t first, int64_t begin, int64_t end
     T* scores = s_.scores + r * stride_;
     sums[r - begin] = weight_sums[r - begin] = 0;
     if (is_dead_row(first + r)) {
-      dead_rows_ = true;
       memset(scores, 0, static_cast<size_t>(stride_) * sizeof(T));
       continue;
     }
@@ -208,13 +212,16 @@ void FewKeysUnit<S>::finish_plain_rows(int64_t first, int64_t begin, int64_t end
       mask = row_pointer<const M>(rule.mask, unit_.batch, head_, first + r);
     make_plain_weights<Vectors>(scores, s_.grads + r * stride_, mask,
                                 has_window ? window_keys(rule, keys_, first + r) : Range{0, keys_},
-                                lse[r] * static_cast<T>(kLog2E), sums[r - begin], weight_sums[r - begin]);
+                                log2_lse<T>(lse[r]), sums[r - begin], weight_sums[r - begin]);
   }
+  T residue = 0;  // x - x is 0, NaN for what is not finite
+  for (int64_t i = 0; i < end - begin; ++i) residue += sums[i] - sums[i];
+  if (residue != 0) return false;
   for (int64_t r = begin; r < end; ++r) {
     deltas[r - begin] = finish_delta(first + r, lse[r], sums[r - begin], weight_sums[r - begin]);
   }
   const bool has_rows = grad_mask_ != nullptr && view.column_stride == 1;
-  const bool keeps = !S::kPaired || bad_keys_ || (grad_mask_ != nullptr && !has_rows);
+  const bool keeps = !S::kPaired || bad_keys_ || bad_queries_ || (grad_mask_ != nullptr && !has_rows);
   T* mask_grads = grad_mask_ + (has_rows ? batch_offset(view, unit_.batch) + head_ * view.head_stride : 0);
   int64_t r = begin;
   for (; S::kPaired && r + 1 < end; r += 2) {
@@ -228,6 +235,7 @@ void FewKeysUnit<S>::finish_plain_rows(int64_t first, int64_t begin, int64_t end
   for (r = begin; grad_mask_ != nullptr && !has_rows && r < end; ++r) {
     add_mask_row(view, grad_mask_, row_place(first + r), {0, keys_}, s_.grads + r * stride_);
   }
+  return true;
 }
 
 // finish_plain_rows() for so many vectors.
@@ -236,7 +244,7 @@ template <typename M>
 typename FewKeysUnit<S>::PlainRows FewKeysUnit<S>::plain_rows(int64_t vectors) {
   constexpr auto with = [](auto count) -> PlainRows {
     return [](FewKeysUnit& unit, int64_t first, int64_t begin, int64_t end) {
-      unit.template finish_plain_rows<decltype(count)::value, M>(first, begin, end);
+      return unit.template finish_plain_rows<decltype(count)::value, M>(first, begin, end);
     };
   };
   static constexpr PlainRows kTable[kPlainVectors] = {
@@ -252,9 +260,25 @@ template <typename S>
 bool FewKeysUnit<S>::all_near(int64_t first, int64_t begin, int64_t end) const {
   const T* lse = lse_rows<S>(params_, unit_.batch, head_) + first;
   bool near = true;
-  for (int64_t r = begin; r < end; ++r)
-    near &= lse[r] == -kInfinity<T> || !is_far(lse[r] * static_cast<T>(kLog2E));
+  for (int64_t r = begin; r < end; ++r) near &= lse[r] == -kInfinity<T> || !is_far(log2_lse<T>(lse[r]));
   return near;
+}
+
+template <typename S>
+void FewKeysUnit<S>::finish_full_rows(int64_t first, int64_t begin, int64_t end) {
+  for (int64_t r = begin; r < end; ++r) finish_full_row(first + r, r);
+  if (S::kPaired) pair_rows(begin, end);
+}
+
+// After finish_plain_rows() has given up: the scores are made once more.
+template <typename S>
+void FewKeysUnit<S>::finish_bad_rows(int64_t first, int64_t begin, int64_t end) {
+  T* scores = s_.scores + begin * stride_;
+  const Matrix<Element> query =
+      rows_of<Element>(params_.query, unit_.batch, head_, first + begin, end - begin, params_.shape.head_dim);
+  multiply_rows(query, s_.query_left, key_columns_, scores);
+  keep_seen(scores, (end - begin) * stride_);
+  finish_full_rows(first, begin, end);
 }
 
 template <typename S>
@@ -268,16 +292,20 @@ void FewKeysUnit<S>::finish_rows(int64_t first, int64_t count) {
                        (units_.scale_first && !is_biased(rule)) || (by_key && rule.mask.column_stride != 1);
   for (int64_t begin = 0; begin < count; begin += kFewKeysBand) {
     const int64_t end = smaller(count, begin + kFewKeysBand);
-    if (special || (is_biased(rule) && !all_near(first, begin, end))) {
-      for (int64_t r = begin; r < end; ++r) finish_full_row(first + r, r);
-      if (S::kPaired) pair_rows(begin, end);
-    } else if (!by_key) {
-      plain_rows<void>(vectors)(*this, first, begin, end);
+    if (special || !all_near(first, begin, end)) {
+      if (bad_keys_ || bad_queries_) keep_seen(s_.scores + begin * stride_, (end - begin) * stride_);
+      finish_full_rows(first, begin, end);
+      continue;
+    }
+    bool finished = false;
+    if (!by_key) {
+      finished = plain_rows<void>(vectors)(*this, first, begin, end);
     } else {
       with_kind<Element>(rule.mask_kind, [&](auto tag) {
-        plain_rows<typename decltype(tag)::Type>(vectors)(*this, first, begin, end);
+        finished = plain_rows<typename decltype(tag)::Type>(vectors)(*this, first, begin, end);
       });
     }
+    if (!finished) finish_bad_rows(first, begin, end);
   }
 }
 

@@ -9,10 +9,10 @@
 
 #include "../../interface/backward.h"
 #include "../../matrix/arena.h"
+#include "../../matrix/finite.h"
 #include "../../matrix/multiply.h"
 #include "../../scores/dropout_draw.h"
 #include "../chains.h"
-#include "../finite.h"
 #include "../row_gradients.h"
 #include "../row_terms.h"
 #include "../store_rows.h"
@@ -32,9 +32,9 @@ struct FewKeysScratch {
   Operand *key_columns, *value_columns;  // K^T, V^T in panels
   Operand* key_rows;                     // K as a right operand
   Operand *query_left, *query_right, *grad_left, *grad_right;
-  Element *finite_key, *finite_query, *live_grad;  // copies, where there is something to leave out
-  T *scores, *grads;                               // (rows, stride): S, then P; dP, then dS
-  T *cap_slope, *keep;                             // (stride): of a row
+  Element *finite_key, *finite_query, *finite_grad;  // copies, where there is something to leave out
+  T *scores, *grads;                                 // (rows, stride): S, then P; dP, then dS
+  T *cap_slope, *keep;                               // (stride): of a row
   Operand *weight_pairs,
       *grad_pairs;     // (pairs of rows, stride), paired only: left operands along the columns
   Operand* grad_rows;  // (rows, stride / 2), paired only: dS as a left operand
@@ -66,7 +66,7 @@ FewKeysScratch<S> take_few_keys_scratch(Arena& arena, const BackwardParams& para
   s.grad_right = take<Operand>(arena, row_panels_size<S>(rows, shape.value_dim));
   s.finite_key = take<typename S::Element>(arena, keys * shape.head_dim);
   s.finite_query = take<typename S::Element>(arena, rows * shape.head_dim);
-  s.live_grad = take<typename S::Element>(arena, rows * shape.value_dim);
+  s.finite_grad = take<typename S::Element>(arena, rows * shape.value_dim);
   s.scores = take<T>(arena, rows * s.stride);
   s.grads = take<T>(arena, rows * s.stride);
   if (params.rule.softcap > 0) s.cap_slope = take<T>(arena, s.stride);
@@ -109,7 +109,7 @@ class FewKeysUnit {
     unit_ = unit;
     keys_ = visible_keys();
     stride_ = padded_dim<S>(keys_);
-    started_ = bad_keys_ = false;
+    started_ = bad_keys_ = bad_queries_ = false;
     pack_keys();
   }
   // Adds what a query head of the group gives.
@@ -129,15 +129,26 @@ class FewKeysUnit {
   }
   void add_rows(int64_t first, int64_t count);
   void store_grad_query(int64_t first, int64_t count);
-  // The keys' NaN and Inf, which key_rows_ leaves out, reach only the queries that see them.
-  void add_bad_keys(int64_t count) {
-    const int64_t padded = padded_dim<S>(key_.columns);
-    each_nonfinite(key_, [&](int64_t j, int64_t d, T bad) {
-      for (int64_t r = 0; r < count; ++r) {
-        const T grad = s_.grads[r * stride_ + j];
-        if (grad != 0) s_.grad_query[r * padded + d] += grad * bad;
-      }
-    });
+  bool is_seen(int64_t row, int64_t key) const {
+    return sees_key<Element>(params_.rule, params_.shape.key_len, unit_.batch, head_, row, key);
+  }
+  // What the NaN and Inf of the keys give to the queries that see them: dQ += dS K.
+  void add_bad_keys(int64_t first, int64_t count) const {
+    add_nonfinite(
+        key_, count, [&](int64_t r, int64_t j) { return is_seen(first + r, j); },
+        [&](int64_t r, int64_t j) { return s_.grads[r * stride_ + j]; },
+        [&](int64_t r, int64_t c, Vec<T> sum, int64_t present) {
+          add_row(s_.grad_query + r * padded_dim<S>(key_.columns) + c, 1, sum, present);
+        });
+  }
+  // What the NaN and Inf of query rows, or of their dO, give to the keys that they see.
+  void add_bad_rows(const Matrix<Element>& rows, int64_t first, const T* left, T* out) const {
+    add_nonfinite(
+        rows, keys_, [&](int64_t j, int64_t r) { return is_seen(first + r, j); },
+        [&](int64_t j, int64_t r) { return left[r * stride_ + j]; },
+        [&](int64_t j, int64_t c, Vec<T> sum, int64_t present) {
+          add_row(out + j * padded_dim<S>(rows.columns) + c, 1, sum, present);
+        });
   }
   template <bool Carry>
   void add_key_side(int64_t count, Operands<Operand> query, Operands<Operand> grad) const;
@@ -157,15 +168,17 @@ class FewKeysUnit {
   RowPlace row_place(int64_t row) const { return {unit_.batch, head_, row}; }
   // rows.h
   void finish_rows(int64_t first, int64_t count);
+  void finish_full_rows(int64_t first, int64_t begin, int64_t end);
+  void finish_bad_rows(int64_t first, int64_t begin, int64_t end);
   template <int Vectors, typename M>
-  void finish_plain_rows(int64_t first, int64_t begin, int64_t end);
+  bool finish_plain_rows(int64_t first, int64_t begin, int64_t end);
   template <int Vectors, typename M>
   void make_plain_weights(T* scores, const T* grads, const M* mask, Range seen, T lse, T& sum,
                           T& weight_sum) const;
   template <int Vectors, int Rows>
   void make_plain_grads(int64_t r, const T* deltas, T* mask_grads, bool keeps);
   bool all_near(int64_t first, int64_t begin, int64_t end) const;
-  using PlainRows = void (*)(FewKeysUnit&, int64_t, int64_t, int64_t);
+  using PlainRows = bool (*)(FewKeysUnit&, int64_t, int64_t, int64_t);
   template <typename M>
   static PlainRows plain_rows(int64_t vectors);
   void finish_full_row(int64_t row, int64_t index);
@@ -186,9 +199,10 @@ class FewKeysUnit {
   int64_t keys_ = 0, stride_ = 0;  // without those at the end that padding hides; in whole vectors
   Matrix<Element> key_{};
   Operands<Operand> key_columns_{}, value_columns_{}, key_rows_{};
-  bool bad_keys_ = false;   // some are not finite
-  bool started_ = false;    // there is something in the gradients of key and value
-  bool dead_rows_ = false;  // in the block
+  bool bad_keys_ = false;            // some are not finite
+  bool bad_queries_ = false;         // of the block
+  bool may_have_bad_grads_ = false;  // NaN or Inf in dO of the block
+  bool started_ = false;             // there is something in the gradients of key and value
   T sink_ = 0, sink_grad_ = 0;
 };
 
@@ -269,7 +283,7 @@ void FewKeysUnit<S>::store_grad_query(int64_t first, int64_t count) {
   if constexpr (std::is_same_v<Operand, T>) args.left = s_.grads;
   args.left_stride = stride_ / S::kDepth;
   multiply<Product, false>(args);
-  if (bad_keys_) add_bad_keys(count);
+  if (bad_keys_) add_bad_keys(first, count);
   for (int64_t r = 0; r < count; ++r) {
     write_gradient_row<S>(s_.grad_query + r * padded_dim<S>(dim), params_.grad_query, unit_.batch, head_,
                           first + r, dim, static_cast<T>(params_.rule.scale));
@@ -281,23 +295,26 @@ void FewKeysUnit<S>::add_rows(int64_t first, int64_t count) {
   const AttentionShape& shape = params_.shape;
   const Matrix<Element> query =
       rows_of<Element>(params_.query, unit_.batch, head_, first, count, shape.head_dim);
-  Matrix<Element> grad =
+  const Matrix<Element> grad =
       rows_of<Element>(params_.grad_output, unit_.batch, head_, first, count, shape.value_dim);
+  const bool grad_key = params_.grad_key.data != nullptr;
+  const bool grad_value = params_.grad_value.data != nullptr && has_grad_;
+  const Matrix<Element> finite_query = grad_key ? finite_only(query, s_.finite_query) : query;
+  bad_queries_ = finite_query.data != query.data;
   multiply_rows(query, s_.query_left, key_columns_, s_.scores);
   if (has_grad_ && wants_grads_) multiply_rows(grad, s_.grad_left, value_columns_, s_.grads);
-  dead_rows_ = false;
+  may_have_bad_grads_ = !wants_grads_;  // nothing else would tell
   finish_rows(first, count);
   if (params_.grad_query.data != nullptr) store_grad_query(first, count);
+  Matrix<Element> finite_grad = grad;
+  if (grad_value && may_have_bad_grads_) finite_grad = finite_only(grad, s_.finite_grad);
   Operands<Operand> grad_right{}, query_right{};
-  if (params_.grad_value.data != nullptr && has_grad_) {
-    if (dead_rows_) grad = live_only(grad, s_.live_grad, [&](int64_t r) { return is_dead_row(first + r); });
-    grad_right = right_operands<S>(grad, s_.grad_right, s_.block_rows);
-  }
-  if (params_.grad_key.data != nullptr) {
-    query_right = right_operands<S>(finite_only(query, s_.finite_query), s_.query_right, s_.block_rows);
-  }
+  if (grad_value) grad_right = right_operands<S>(finite_grad, s_.grad_right, s_.block_rows);
+  if (grad_key) query_right = right_operands<S>(finite_query, s_.query_right, s_.block_rows);
   started_ ? add_key_side<true>(count, query_right, grad_right)
            : add_key_side<false>(count, query_right, grad_right);
+  if (finite_grad.data != grad.data) add_bad_rows(grad, first, s_.scores, s_.grad_value);
+  if (bad_queries_) add_bad_rows(query, first, s_.grads, s_.grad_key);
   started_ = true;
 }
 

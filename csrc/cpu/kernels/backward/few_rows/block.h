@@ -7,11 +7,11 @@
 
 #include "../../interface/backward.h"
 #include "../../matrix/arena.h"
+#include "../../matrix/finite.h"
 #include "../../matrix/multiply.h"
 #include "../../matrix/row_dots.h"
 #include "../../scores/dropout_draw.h"
 #include "../chains.h"
-#include "../finite.h"
 #include "../row_gradients.h"
 #include "../row_terms.h"
 #include "../store_rows.h"
@@ -31,7 +31,7 @@ struct FewRowsScratch {
   Operand* query;        // (rows, query_stride), as the dot products want them
   Operand* grad_output;  // (rows, value_stride)
   T* query_rows;         // (rows, padded D): 0 in place of NaN and Inf
-  T* grad_rows;          // (rows, padded Dv): 0 in dead rows
+  T* grad_rows;          // (rows, padded Dv): the same
   T* grad_query;         // (rows, padded D), to be scaled
   T* grad_sums;          // (rows, lanes): sums of dS
   T *weights, *grads;    // (rows, kStepKeys): S, then P after dropout; dP, then dS
@@ -108,8 +108,7 @@ class FewRowsBlock {
     return rows_of<Element>(view, unit_.batch, unit_.key_head, keys.begin, keys.end - keys.begin, dim);
   }
   RowPlace row_place(int64_t row) const { return {unit_.batch, head_of(row), query_of(row)}; }
-  template <typename Clean>
-  void pack_side(const TensorView& view, int64_t dim, Operand* operands, T* rows, Clean clean) const;
+  bool pack_side(const TensorView& view, int64_t dim, Operand* operands, T* rows, bool may_be_bad) const;
   // Whether any of the rows sees any of the keys.
   bool is_live(Range keys) const {
     const ScoreRule& rule = params_.rule;
@@ -137,15 +136,28 @@ class FewRowsBlock {
   }
   void add_to_terms(Pass pass) const;
   void finish_row(Pass pass, int64_t row, Range keys) const;
+  bool is_seen(int64_t row, int64_t key) const {
+    return sees_key<Element>(params_.rule, params_.shape.key_len, unit_.batch, head_of(row), query_of(row),
+                             key);
+  }
   void store_key_sides(Range keys) const;
-  void store_key_side(const T* left, const T* right, int64_t dim, const GradView& grad, Range keys,
-                      T scale) const;
+  // Gradients of keys or of values: left (rows, kStepKeys)^T . right (rows, dim).
+  struct KeySide {
+    const T* left;
+    const T* right;  // of `rows`, as float and without NaN and Inf
+    const TensorView& rows;
+    bool has_bad_rows;
+    int64_t dim;
+    T scale;
+  };
+  void store_key_side(const KeySide& side, const GradView& grad, Range keys) const;
+  void add_bad_rows(const KeySide& side, Range keys) const;
   void clear_key_side(const GradView& grad, Range keys, int64_t dim) const {
     for (int64_t j = keys.begin; grad.data != nullptr && j < keys.end; ++j) {
       clear_gradient_row<S>(grad, unit_.batch, unit_.key_head, j, dim);
     }
   }
-  void add_grad_query(const Matrix<Element>& key, bool finite) const;
+  void add_grad_query(const Matrix<Element>& key, int64_t first_key, bool finite) const;
 
   const BackwardParams& params_;
   const FewRowsScratch<S>& s_;
@@ -153,50 +165,51 @@ class FewRowsBlock {
   const int64_t group_, rows_;
   const bool exact_delta_, streamed_;
   Unit unit_{0, 0};
+  bool bad_queries_ = false, bad_grads_ = false;  // NaN or Inf in a query row, in a row of dO
 };
 
 template <typename S>
 void FewRowsBlock<S>::set_unit(Unit unit) {
   unit_ = unit;
   const int64_t count = params_.shape.query_len;
-  int64_t dead = 0, far = 0;
+  int64_t dead = 0, far = 0, bad = 0;
   for (int64_t g = 0; g < group_; ++g) {
     const RowTerms<S> terms = s_.terms.from(g * count);
     set_row_terms<S>(params_, terms, unit.batch, unit.key_head * group_ + g, {0, count}, count, exact_delta_);
     dead |= *terms.has_dead_rows;
     far |= *terms.has_far_rows;
+    bad |= *terms.may_have_bad_grads;
   }
   *s_.terms.has_dead_rows = dead;
   *s_.terms.has_far_rows = far;
+  *s_.terms.may_have_bad_grads = bad;
 }
 
-// The rows as operands as they are, and as float as clean(rows of a head, its first row) leaves them.
+// The rows as operands as they are, and as float without NaN and Inf; whether there were any.
 template <typename S>
-template <typename Clean>
-void FewRowsBlock<S>::pack_side(const TensorView& view, int64_t dim, Operand* operands, T* rows,
-                                Clean clean) const {
+bool FewRowsBlock<S>::pack_side(const TensorView& view, int64_t dim, Operand* operands, T* rows,
+                                bool may_be_bad) const {
+  bool bad = false;
   const int64_t count = params_.shape.query_len, width = padded_dim<S>(dim), stride = row_stride_of<S>(dim);
   for (int64_t g = 0; g < group_; ++g) {
     const Matrix<Element> m = rows_of_head(view, g, dim);
     pack_rows<Product>(m, 0, count, operands + g * count * stride, stride);
-    pack_rows<PlainProduct<T>>(clean(m, g * count), 0, count, rows + g * count * width, width);
+    const Matrix<Element> finite = may_be_bad ? finite_only(m, s_.gathered) : m;
+    bad |= finite.data != m.data;
+    pack_rows<PlainProduct<T>>(finite, 0, count, rows + g * count * width, width);
   }
+  return bad;
 }
 
 template <typename S>
 void FewRowsBlock<S>::pack_rows_of_unit() {
   const AttentionShape& shape = params_.shape;
-  pack_side(params_.query, shape.head_dim, s_.query, s_.query_rows,
-            [&](const Matrix<Element>& m, int64_t) { return finite_only(m, s_.gathered); });
+  bad_queries_ = pack_side(params_.query, shape.head_dim, s_.query, s_.query_rows, true);
   fill_span(s_.grad_query, 0, rows_ * padded_dim<S>(shape.head_dim), static_cast<T>(0));
   fill_span(s_.grad_sums, 0, rows_ * S::kLane, static_cast<T>(0));
   if (params_.grad_output.data == nullptr) return;
-  pack_side(params_.grad_output, shape.value_dim, s_.grad_output, s_.grad_rows,
-            [&](const Matrix<Element>& m, int64_t first) {
-              if (*s_.terms.has_dead_rows == 0) return m;
-              return live_only(m, s_.gathered,
-                               [&](int64_t r) { return s_.terms.lse[first + r] == kInfinity<T>; });
-            });
+  bad_grads_ = pack_side(params_.grad_output, shape.value_dim, s_.grad_output, s_.grad_rows,
+                         *s_.terms.may_have_bad_grads != 0);
 }
 
 // out (rows, kStepKeys) = left (rows, depth) . right (keys, dim)^T. What lies a step further on is asked for
@@ -263,32 +276,47 @@ void FewRowsBlock<S>::finish_row(Pass pass, int64_t row, Range keys) const {
   if (units_.capped) multiply_by_slope(span.grads, s_.cap_slope + row * kStepKeys, 0, kStepKeys);
 }
 
-// The gradients of keys or of values, scale (rows, kStepKeys)^T . (rows, dim), into the caller's tensor.
+// What the NaN and Inf of the rows give to the keys that they see.
 template <typename S>
-void FewRowsBlock<S>::store_key_side(const T* left, const T* right, int64_t dim, const GradView& grad,
-                                     Range keys, T scale) const {
-  const int64_t padded = padded_dim<S>(dim), width = panel_width_of<S>(dim);
+void FewRowsBlock<S>::add_bad_rows(const KeySide& side, Range keys) const {
+  const int64_t count = params_.shape.query_len;
+  for (int64_t first = 0; first < rows_; first += count) {
+    add_nonfinite(
+        rows_of_head(side.rows, first / count, side.dim), keys.end - keys.begin,
+        [&](int64_t j, int64_t i) { return is_seen(first + i, keys.begin + j); },
+        [&](int64_t j, int64_t i) { return side.left[(first + i) * kStepKeys + j]; },
+        [&](int64_t j, int64_t c, Vec<T> sum, int64_t present) {
+          add_row(s_.out + j * padded_dim<S>(side.dim) + c, 1, sum, present);
+        });
+  }
+}
+
+// Into the caller's tensor.
+template <typename S>
+void FewRowsBlock<S>::store_key_side(const KeySide& side, const GradView& grad, Range keys) const {
+  const int64_t dim = side.dim, padded = padded_dim<S>(dim), width = panel_width_of<S>(dim);
   MultiplyArgs<PlainProduct<T>> args{};
   args.rows = keys.end - keys.begin;
   args.columns = dim;
   args.depth = rows_;
-  args.left = left;
+  args.left = side.left;
   args.left_stride = 1;
   args.left_step = kStepKeys;
-  args.right = {right, padded, width};
+  args.right = {side.right, padded, width};
   args.right_width = width;
   args.out = s_.out;
   args.out_stride = padded;
   multiply<PlainProduct<T>, false>(args);
+  if (side.has_bad_rows) add_bad_rows(side, keys);
   for (int64_t j = keys.begin; j < keys.end; ++j) {
     write_gradient_row<S>(s_.out + (j - keys.begin) * padded, grad, unit_.batch, unit_.key_head, j, dim,
-                          scale, streamed_);
+                          side.scale, streamed_);
   }
 }
 
 // dQ += dS K. A key that is not finite must not meet the rows that do not see it.
 template <typename S>
-void FewRowsBlock<S>::add_grad_query(const Matrix<Element>& key, bool finite) const {
+void FewRowsBlock<S>::add_grad_query(const Matrix<Element>& key, int64_t first_key, bool finite) const {
   const int64_t padded = padded_dim<S>(key.columns);
   MultiplyArgs<PlainProduct<T>> args{};
   args.rows = rows_;
@@ -315,7 +343,7 @@ void FewRowsBlock<S>::add_grad_query(const Matrix<Element>& key, bool finite) co
       args.left = s_.grads + r * kStepKeys + j;
       args.right.data = keys + j * args.right.row_stride;
       args.out = s_.grad_query + r * padded;
-      if (*args.left != 0) multiply<PlainProduct<T>, true>(args);
+      if (is_seen(r, first_key + j)) multiply<PlainProduct<T>, true>(args);
     }
   }
 }
@@ -326,11 +354,13 @@ void FewRowsBlock<S>::store_key_sides(Range keys) const {
   if (params_.grad_output.data == nullptr) {
     clear_key_side(params_.grad_value, keys, shape.value_dim);
   } else if (params_.grad_value.data != nullptr) {
-    store_key_side(s_.weights, s_.grad_rows, shape.value_dim, params_.grad_value, keys, 1);
+    store_key_side({s_.weights, s_.grad_rows, params_.grad_output, bad_grads_, shape.value_dim, 1},
+                   params_.grad_value, keys);
   }
   if (params_.grad_key.data != nullptr) {
-    store_key_side(s_.grads, s_.query_rows, shape.head_dim, params_.grad_key, keys,
-                   static_cast<T>(params_.rule.scale));
+    store_key_side({s_.grads, s_.query_rows, params_.query, bad_queries_, shape.head_dim,
+                    static_cast<T>(params_.rule.scale)},
+                   params_.grad_key, keys);
   }
 }
 
@@ -341,6 +371,7 @@ void FewRowsBlock<S>::step(Pass pass, Range keys) {
   multiply_rows(s_.query, s_.query_stride, key, s_.weights);
   // A key that is not finite gives no finite product with any row.
   const bool finite = are_finite(s_.weights, rows_ * kStepKeys);
+  if (!finite) keep_seen(s_.weights, rows_ * kStepKeys);
   finish_step_scores(keys);
   if (pass == Pass::kRowMax || pass == Pass::kRowSum) return add_to_terms(pass);
   if (params_.grad_output.data != nullptr) {
@@ -349,7 +380,7 @@ void FewRowsBlock<S>::step(Pass pass, Range keys) {
   for (int64_t r = 0; r < rows_; ++r) finish_row(pass, r, keys);
   if (pass == Pass::kDelta) return;
   store_key_sides(keys);
-  if (params_.grad_query.data != nullptr) add_grad_query(key, finite);
+  if (params_.grad_query.data != nullptr) add_grad_query(key, keys.begin, finite);
 }
 
 template <typename S>

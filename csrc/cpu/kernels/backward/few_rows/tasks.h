@@ -117,7 +117,7 @@ void FewRows<S>::plan(const BackwardParams& params, int, BackwardPlan& plan) {
   plan.rounds = 4;
   few_rows.pieces = ceil_div(shape.key_len, kBackwardPieceKeys);
   plan_families(shape, has_mask_grad && mask_has_keys ? &view : nullptr, plan.chains);
-  few_rows.term_tasks = plan.exact_delta || is_biased(params.rule) ? units : 0;
+  few_rows.term_tasks = plan.exact_delta || any_far<T>(params) ? units : 0;
   few_rows.piece_tasks = plan.chains.count * few_rows.pieces;
   few_rows.merge_tasks = units;
   few_rows.mask_tasks = units > 0 && has_mask_grad && !mask_has_keys ? 1 : 0;

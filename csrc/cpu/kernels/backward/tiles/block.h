@@ -145,6 +145,7 @@ class KeyQueryBlock {
   void run_cell(int64_t cell, int64_t panel);
   void multiply_cell(int64_t cell, int64_t panel, const Operands<Operand>& left, const Operand* right,
                      int64_t dim, T* out, RowsAhead ahead);
+  void keep_seen_of_cell(int64_t cell, int64_t panel) const;
   void finish_cell_scores(int64_t cell, int64_t panel);
   void finish_weights(int64_t cell, int64_t panel);
   template <bool Select>
@@ -157,14 +158,27 @@ class KeyQueryBlock {
   void plain_paired_cell(int64_t cell, int64_t panel);
   void store_pairs(int64_t panel, int64_t r, int64_t i, const Vec<T> (&weights)[2][2],
                    const Vec<T> (&grads)[2][2]);
+  template <typename Make>
+  void make_pairs(int64_t panel, int64_t r, int64_t i, int keys, int vectors, Make make);
+  template <typename Make>
+  void make_pairs_of_cell(int64_t cell, int64_t panel, Make make);
   void sum_delta(int64_t cell, int64_t panel);
   void sum_rows(int64_t cell, int64_t panel);
 
   // products.h
   void add_key_side(const Operand* left, const Operands<Operand>& right, int64_t dim, T* out);
   void add_grad_query();
-  void add_bad_keys();
-  T grad_at(int64_t key, int64_t query) const;
+  bool is_seen(int64_t key, int64_t query) const {
+    return sees_key<Element>(params_.rule, params_.shape.key_len, batch_, head_, query_first_ + query,
+                             key_first_ + key);
+  }
+  T operand_at(const Operand* left, int64_t key, int64_t query) const {
+    const Operand* row = left + key * s_.operand_stride;
+    if constexpr (S::kPaired) return to_compute(reinterpret_cast<const Element*>(row)[query]);
+    return row[query];
+  }
+  void add_bad_rows(const TensorView& view, int64_t dim, const Operand* left, T* out) const;
+  void add_bad_keys() const;
 
   const BackwardParams& params_;
   const TilesPlan& plan_;
@@ -216,9 +230,15 @@ void KeyQueryBlock<S>::add_queries(int64_t head, Range rows, const QueryPack<S>&
   }
   if (params_.grad_value.data != nullptr && params_.grad_output.data != nullptr) {
     add_key_side(s_.weights_left, *queries_.grad_rows, params_.shape.value_dim, grad_value_);
+    if (*queries_.has_bad_grads != 0) {
+      add_bad_rows(params_.grad_output, params_.shape.value_dim, s_.weights_left, grad_value_);
+    }
   }
   if (params_.grad_key.data != nullptr) {
     add_key_side(s_.grads_left, *queries_.query_rows, params_.shape.head_dim, grad_key_);
+    if (*queries_.has_bad_queries != 0) {
+      add_bad_rows(params_.query, params_.shape.head_dim, s_.grads_left, grad_key_);
+    }
   }
   if (params_.grad_query.data != nullptr) {
     add_grad_query();

@@ -18,6 +18,7 @@ void KeyQueryBlock<S>::run_cell(int64_t cell, int64_t panel) {
     multiply_cell(cell, panel, *keys_.value_rows, queries_.grad_columns, shape.value_dim, s_.grads,
                   grad_mask_ahead(cell, panel));
   }
+  if (*keys_.has_bad_keys != 0 || *queries_.has_bad_queries != 0) keep_seen_of_cell(cell, panel);
   if (mask_by_key_) load_bias_cell(cell, panel);
   if (with_grads && params_.grad_weights.data != nullptr) load_weight_grads_cell(cell, panel);
   const bool whole = is_whole(cell, panel);
@@ -82,7 +83,15 @@ void KeyQueryBlock<S>::finish_cell_scores(int64_t cell, int64_t panel) {
   }
 }
 
-// P and dS = P (dP - delta), in place; Select: dP may be anything where P is 0.
+template <typename S>
+void KeyQueryBlock<S>::keep_seen_of_cell(int64_t cell, int64_t panel) const {
+  for (int64_t r = cell; r < cell + cell_rows(cell); ++r) {
+    const Range span = panel_span(round_down(r, kTileRows), panel);
+    if (!is_empty(span)) keep_seen(score_row(cell, panel, r) + span.begin, span.end - span.begin);
+  }
+}
+
+// P and dS = P (dP - delta), in place; Select: dP may be anything where a key is hidden.
 template <typename S>
 template <bool Select>
 void KeyQueryBlock<S>::plain_row(T* scores, T* grads, Range span, int64_t panel) const {
@@ -90,10 +99,11 @@ void KeyQueryBlock<S>::plain_row(T* scores, T* grads, Range span, int64_t panel)
   const T* lse = queries_.terms.lse + panel;
   const T* delta = queries_.terms.delta + panel;
   for (int64_t i = span.begin; i < span.end; i += S::kLane) {
-    const Vec<T> p = weights_of<T, Select>(load(scores + i), factor, load(lse + i));
+    const Vec<T> s = load(scores + i), row_lse = load(lse + i);
+    const Vec<T> p = weights_of<T, Select>(s, factor, row_lse);
     const Vec<T> grad = p * (load(grads + i) - load(delta + i));
     store(scores + i, p);
-    store(grads + i, Select ? (p == Vec<T>{} ? Vec<T>{} : grad) : grad);
+    store(grads + i, Select ? (is_hidden<T>(s, row_lse) ? Vec<T>{} : grad) : grad);
   }
 }
 
@@ -192,23 +202,47 @@ ATTN_EXT_INLINE void KeyQueryBlock<S>::store_pairs([[maybe_unused]] int64_t pane
 #endif
 }
 
+// make(k, v, at) for each of `keys` x `vectors` vectors of P and dS, 0 in place of the others; then
+// store_pairs().
+template <typename S>
+template <typename Make>
+ATTN_EXT_INLINE void KeyQueryBlock<S>::make_pairs(int64_t panel, int64_t r, int64_t i, int keys, int vectors,
+                                                  Make make) {
+  Vec<T> weights[2][2] = {}, grads[2][2] = {};
+#pragma GCC unroll 2
+  for (int k = 0; k < keys; ++k) {
+#pragma GCC unroll 2
+    for (int v = 0; v < vectors; ++v) make(r + k, i + v * S::kLane, weights[k][v], grads[k][v]);
+  }
+  store_pairs(panel, r, i, weights, grads);
+}
+
+// make_pairs() over a cell, of which the last key and the last vector of queries may be without a neighbour.
+template <typename S>
+template <typename Make>
+ATTN_EXT_INLINE void KeyQueryBlock<S>::make_pairs_of_cell(int64_t cell, int64_t panel, Make make) {
+  const int64_t end = cell + cell_rows(cell), width = panel_width(panel);
+  for (int64_t r = cell; r < end; r += 2) {
+    for (int64_t i = 0; i < width; i += 2 * S::kLane) {
+      if (r + 2 <= end && i + 2 * S::kLane <= width) {
+        make_pairs(panel, r, i, 2, 2, make);
+      } else {
+        make_pairs(panel, r, i, static_cast<int>(smaller(2, end - r)),
+                   static_cast<int>(smaller(2, (width - i) / S::kLane)), make);
+      }
+    }
+  }
+}
+
 template <typename S>
 void KeyQueryBlock<S>::pair_cell(int64_t cell, int64_t panel) {
   if constexpr (S::kPaired) {
-    for (int64_t r = cell; r < cell + cell_rows(cell); r += 2) {
-      const bool has_next = r + 1 < cell + cell_rows(cell);
-      for (int64_t i = 0; i < panel_width(panel); i += 2 * S::kLane) {
-        Vec<T> weights[2][2], grads[2][2];
-#pragma GCC unroll 2
-        for (int v = 0; v < 2; ++v) {
-          weights[0][v] = load(score_row(cell, panel, r) + i + v * S::kLane);
-          weights[1][v] = load(score_row(cell, panel, r + 1) + i + v * S::kLane);
-          grads[0][v] = load(grad_row(cell, panel, r) + i + v * S::kLane);
-          grads[1][v] = has_next ? load(grad_row(cell, panel, r + 1) + i + v * S::kLane) : Vec<T>{};
-        }
-        store_pairs(panel, r, i, weights, grads);
-      }
-    }
+    make_pairs_of_cell(
+        cell,
+        panel, [&](int64_t r, int64_t i, Vec<T> & weight, Vec<T> & grad) __attribute__((always_inline)) {
+          weight = load(score_row(cell, panel, r) + i);
+          grad = load(grad_row(cell, panel, r) + i);
+        });
   }
 }
 
@@ -220,26 +254,13 @@ void KeyQueryBlock<S>::plain_paired_cell(int64_t cell, int64_t panel) {
   const Vec<T> factor = broadcast(units_.softmax_scale);
   const T* lse = queries_.terms.lse + panel;
   const T* delta = queries_.terms.delta + panel;
-  for (int64_t r = cell; r < cell + cell_rows(cell); r += 2) {
-    const bool has_next = r + 1 < cell + cell_rows(cell);
-    for (int64_t i = 0; i < panel_width(panel); i += 2 * S::kLane) {
-      Vec<T> weights[2][2], grads[2][2];
-#pragma GCC unroll 2
-      for (int k = 0; k < 2; ++k) {
-#pragma GCC unroll 2
-        for (int v = 0; v < 2; ++v) {
-          const int64_t at = i + v * S::kLane;
-          const Vec<T> p =
-              weights_of<T, Select>(load(score_row(cell, panel, r + k) + at), factor, load(lse + at));
-          const Vec<T> grad = p * (load(grad_row(cell, panel, r + k) + at) - load(delta + at));
-          weights[k][v] = p;
-          grads[k][v] = Select ? (p == Vec<T>{} ? Vec<T>{} : grad) : grad;
-        }
-      }
-      if (!has_next) grads[1][0] = grads[1][1] = Vec<T>{};
-      store_pairs(panel, r, i, weights, grads);
-    }
-  }
+  const auto make = [&](int64_t r, int64_t i, Vec<T> & weight, Vec<T> & grad) __attribute__((always_inline)) {
+    const Vec<T> s = load(score_row(cell, panel, r) + i), row_lse = load(lse + i);
+    weight = weights_of<T, Select>(s, factor, row_lse);
+    grad = weight * (load(grad_row(cell, panel, r) + i) - load(delta + i));
+    if constexpr (Select) grad = is_hidden<T>(s, row_lse) ? Vec<T>{} : grad;
+  };
+  make_pairs_of_cell(cell, panel, make);
 }
 
 template <typename S>

@@ -9,9 +9,9 @@
 
 #include "../../interface/backward.h"
 #include "../../matrix/arena.h"
+#include "../../matrix/finite.h"
 #include "../../matrix/pack.h"
 #include "../centre.h"
-#include "../finite.h"
 #include "../row_terms.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
@@ -22,11 +22,12 @@ struct QueryPack {
   using T = typename S::Accum;
   using Operand = typename S::Operand;
   RowTerms<S> terms;
-  Operand* query_columns;         // (query panels, depth of D, panel width)
-  Operand* grad_columns;          // (query panels, depth of Dv, panel width)
-  Operands<Operand>* query_rows;  // (D panels, depth of queries, width)
-  Operands<Operand>* grad_rows;   // (Dv panels, depth of queries, width)
-  T* grad_query;                  // (query panels, D, panel width), to be scaled
+  Operand* query_columns;                    // (query panels, depth of D, panel width)
+  Operand* grad_columns;                     // (query panels, depth of Dv, panel width)
+  Operands<Operand>* query_rows;             // (D panels, depth of queries, width)
+  Operands<Operand>* grad_rows;              // (Dv panels, depth of queries, width)
+  T* grad_query;                             // (query panels, D, panel width), to be scaled
+  int64_t *has_bad_queries, *has_bad_grads;  // NaN or Inf, which query_rows and grad_rows leave out
   Operand *query_row_buffer, *grad_row_buffer;
 };
 
@@ -53,6 +54,8 @@ QueryPack<S> take_query_pack(Arena& arena, const AttentionShape& shape, int64_t 
   pack.query_rows = take<Operands<Operand>>(arena, 2);
   pack.grad_rows = pack.query_rows + 1;
   pack.grad_query = take<typename S::Accum>(arena, queries * shape.head_dim);
+  pack.has_bad_queries = take<int64_t>(arena, 1);
+  pack.has_bad_grads = take<int64_t>(arena, 1);
   pack.query_row_buffer = take<Operand>(arena, row_panels_size<S>(queries, shape.head_dim));
   pack.grad_row_buffer = take<Operand>(arena, row_panels_size<S>(queries, shape.value_dim));
   return pack;
@@ -108,20 +111,21 @@ void pack_query_block(const BackwardParams& params, const TilesPlan& plan, const
   using T = typename S::Accum;
   const AttentionShape& shape = params.shape;
   const int64_t count = rows.end - rows.begin, queries = round_up(count, S::kLane);
+  *pack.has_bad_grads = 0;
   set_row_terms<S>(params, pack.terms, batch, head, rows, queries, exact_delta);
   const Matrix<Element> query =
       rows_of<Element>(params.query, batch, head, rows.begin, count, shape.head_dim);
   pack_query_columns<S>(query, pack.query_columns);
-  *pack.query_rows =
-      row_operands<S>(query, finite_only(query, cleaned), pack.query_row_buffer, plan.block_queries);
+  const Matrix<Element> finite_query = finite_only(query, cleaned);
+  *pack.has_bad_queries = finite_query.data != query.data;
+  *pack.query_rows = row_operands<S>(query, finite_query, pack.query_row_buffer, plan.block_queries);
   if (params.grad_output.data != nullptr) {
     const Matrix<Element> grad =
         rows_of<Element>(params.grad_output, batch, head, rows.begin, count, shape.value_dim);
     pack_query_columns<S>(grad, pack.grad_columns);
-    const auto is_dead_row = [&](int64_t r) { return pack.terms.lse[r] == kInfinity<T>; };
-    const Matrix<Element> live =
-        *pack.terms.has_dead_rows != 0 ? live_only(grad, cleaned, is_dead_row) : grad;
-    *pack.grad_rows = row_operands<S>(grad, live, pack.grad_row_buffer, plan.block_queries);
+    const Matrix<Element> finite = *pack.terms.may_have_bad_grads != 0 ? finite_only(grad, cleaned) : grad;
+    *pack.has_bad_grads = finite.data != grad.data;
+    *pack.grad_rows = row_operands<S>(grad, finite, pack.grad_row_buffer, plan.block_queries);
   }
   if (params.grad_query.data != nullptr) {
     memset(pack.grad_query, 0, static_cast<size_t>(queries * shape.head_dim) * sizeof(T));

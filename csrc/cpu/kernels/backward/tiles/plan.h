@@ -18,7 +18,7 @@ void Tiles<S>::plan(const BackwardParams& params, int threads, BackwardPlan& pla
   const int64_t query_tasks = tiles.in_phases ? shape.batch * shape.query_heads * tiles.query_blocks : 0;
   const int64_t key_tasks = tiles.in_phases ? unit_count(shape) * tiles.key_blocks : 0;
   tiles.prepare_tasks = query_tasks + key_tasks + 1;
-  tiles.row_tasks = plan.exact_delta || is_biased(params.rule) ? query_tasks : 0;
+  tiles.row_tasks = plan.exact_delta || any_far<T>(params) ? query_tasks : 0;
   tiles.run_tasks = plan.chains.count * (tiles.in_phases ? tiles.segments : 1);
   tiles.finish_tasks = query_tasks;
 

@@ -1,6 +1,7 @@
 // KeyQueryBlock: from P and dS of a block to the gradients.
 #pragma once
 
+#include "../score_gradients.h"
 #include "block.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
@@ -68,26 +69,31 @@ void KeyQueryBlock<S>::add_grad_query() {
   }
 }
 
+// What the queries' NaN and Inf, or those of their dO, give to the keys that they see.
 template <typename S>
-typename S::Accum KeyQueryBlock<S>::grad_at(int64_t key, int64_t query) const {
-  const Element* row = reinterpret_cast<const Element*>(s_.grads_left + key * s_.operand_stride);
-  if constexpr (S::kPaired) return to_compute(row[query]);
-  return s_.grads_left[key * s_.operand_stride + query];
+void KeyQueryBlock<S>::add_bad_rows(const TensorView& view, int64_t dim, const Operand* left, T* out) const {
+  add_nonfinite(
+      rows_of<Element>(view, batch_, head_, query_first_, query_count_, dim), key_count_,
+      [&](int64_t j, int64_t i) { return is_seen(j, i); },
+      [&](int64_t j, int64_t i) { return operand_at(left, j, i); },
+      [&](int64_t j, int64_t c, Vec<T> sum, int64_t count) {
+        add_row(out + j * padded_dim<S>(dim) + c, 1, sum, count);
+      });
 }
 
-// The keys' NaN and Inf, which key_depth leaves out, reach only the queries that see them.
+// What the keys' NaN and Inf, which key_depth leaves out, give to the queries that see them.
 template <typename S>
-void KeyQueryBlock<S>::add_bad_keys() {
+void KeyQueryBlock<S>::add_bad_keys() const {
   const int64_t dim = params_.shape.head_dim;
-  const Matrix<Element> key = rows_of<Element>(params_.key, batch_, key_head_, key_first_, key_count_, dim);
-  each_nonfinite(key, [&](int64_t j, int64_t d, T bad) {
-    for (int64_t i = 0; i < query_count_; ++i) {
-      const int64_t panel = round_down(i, S::kPanel);
-      if (!live(round_down(j, cell_size_), panel)) continue;
-      const T grad = grad_at(j, i);
-      if (grad != 0) queries_.grad_query[panel * dim + d * panel_width(panel) + i - panel] += grad * bad;
-    }
-  });
+  add_nonfinite(
+      rows_of<Element>(params_.key, batch_, key_head_, key_first_, key_count_, dim), query_count_,
+      [&](int64_t i, int64_t j) { return is_seen(j, i); },
+      [&](int64_t i, int64_t j) { return operand_at(s_.grads_left, j, i); },
+      [&](int64_t i, int64_t c, Vec<T> sum, int64_t count) {
+        const int64_t panel = round_down(i, S::kPanel);
+        add_row(queries_.grad_query + panel * dim + c * panel_width(panel) + i - panel, panel_width(panel),
+                sum, count);
+      });
 }
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

@@ -1,0 +1,111 @@
+// NaN and Inf in a factor of a product. Its other factor, weights or dS, is 0 where a query does not see a
+// key, and 0 NaN would be NaN: so they are taken out of the product, and shown to those alone that see them.
+#pragma once
+
+#include "../vector/convert.h"
+#include "../vector/lanes.h"
+#include "matrix.h"
+
+namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
+
+template <typename Element>
+ATTN_EXT_INLINE bool is_finite_at(const Matrix<Element>& m, int64_t r, int64_t c) {
+  const Compute<Element> x = to_compute(m.data[r * m.row_stride + c * m.column_stride]);
+  return x - x == 0;
+}
+
+template <typename Element>
+bool all_finite(const Matrix<Element>& m) {
+  using T = Compute<Element>;
+  constexpr int64_t kWidth = kLanes<T>;
+  Vec<Bits<T>> residue = {};  // x - x is 0, NaN for what is not finite
+  bool finite = true;
+  for (int64_t r = 0; r < m.rows; ++r) {
+    const Element* row = m.data + r * m.row_stride;
+    int64_t c = 0;
+    for (; m.column_stride == 1 && c + kWidth <= m.columns; c += kWidth) {
+      const Vec<T> x = load_compute(row + c);
+      residue |= (Vec<Bits<T>>)(x - x);
+    }
+    for (; c < m.columns; ++c) finite &= is_finite_at(m, r, c);
+  }
+  for (int i = 0; i < kLanes<T>; ++i) finite &= residue[i] == 0;
+  return finite;
+}
+
+// m, or, dense in `buffer`, a copy with 0 for what is not finite.
+template <typename Element>
+Matrix<Element> finite_only(const Matrix<Element>& m, Element* buffer) {
+  using T = Compute<Element>;
+  constexpr int64_t kWidth = kLanes<T>;
+  if (all_finite(m)) return m;
+  for (int64_t r = 0; r < m.rows; ++r) {
+    const Element* from = m.data + r * m.row_stride;
+    Element* to = buffer + r * m.columns;
+    int64_t c = 0;
+    for (; m.column_stride == 1 && c + kWidth <= m.columns; c += kWidth) {
+      const Vec<T> x = load_compute(from + c);
+      store_element(to + c, x - x == Vec<T>{} ? x : Vec<T>{});
+    }
+    for (; c < m.columns; ++c) to[c] = is_finite_at(m, r, c) ? from[c * m.column_stride] : Element{};
+  }
+  return {buffer, m.columns, 1, m.rows, m.columns};
+}
+
+// Columns [c, c + lanes) of a row: what is not finite, 0 in place of the rest and past the matrix.
+template <typename Element>
+ATTN_EXT_INLINE Vec<Compute<Element>> nonfinite_lanes(const Matrix<Element>& m, int64_t r, int64_t c) {
+  using T = Compute<Element>;
+  Element lanes[kLanes<T>];
+  gather_block(m, r, 1, c, kLanes<T>, lanes);
+  const Vec<T> x = load_compute(lanes);
+  return x - x == Vec<T>{} ? Vec<T>{} : x;
+}
+
+template <typename T>
+ATTN_EXT_INLINE bool all_nan(Vec<T> v, int64_t count) {
+  bool all = true;
+  for (int64_t i = 0; i < count; ++i) all &= v[i] != v[i];
+  return all;
+}
+
+// Rows of a factor that hold NaN or Inf.
+constexpr int64_t kNonfiniteRows = 512;  // looked for at once
+constexpr int64_t kNonfiniteStep = 16;   // added at once
+
+// What the NaN and Inf of m add to each of `outs` rows of a product:
+//   add(o, c, v, n): out (o, c .. c + n) += v = the sum over rows i with sees(o, i) of factor(o, i) m (i, c
+//   ..)
+// As soon as all that they touch is NaN, no more of them are added: nothing would change.
+template <typename Element, typename Sees, typename Factor, typename Add>
+void add_nonfinite(const Matrix<Element>& m, int64_t outs, Sees sees, Factor factor, Add add) {
+  using T = Compute<Element>;
+  for (int64_t first = 0; first < m.rows; first += kNonfiniteRows) {
+    int64_t bad[kNonfiniteRows], count = 0;
+    for (int64_t i = first; i < smaller(first + kNonfiniteRows, m.rows); ++i) {
+      if (!all_finite(Matrix<Element>{m.data + i * m.row_stride, 0, m.column_stride, 1, m.columns}))
+        bad[count++] = i;
+    }
+    for (int64_t o = 0; o < outs; ++o) {
+      bool saturated = false;
+      for (int64_t next = 0; next < count && !saturated;) {
+        int64_t rows[kNonfiniteStep], n = 0;
+        for (; next < count && n < kNonfiniteStep; ++next) {
+          if (sees(o, bad[next])) rows[n++] = bad[next];
+        }
+        saturated = n > 0;
+        for (int64_t c = 0; n > 0 && c < m.columns; c += kLanes<T>) {
+          Vec<T> sum = {};
+          for (int64_t k = 0; k < n; ++k)
+            sum = multiply_add(broadcast(static_cast<T>(factor(o, rows[k]))), nonfinite_lanes(m, rows[k], c),
+                               sum);
+          const int64_t present = smaller(kLanes<T>, m.columns - c);
+          add(o, c, sum, present);
+          saturated &= all_nan<T>(sum, present);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

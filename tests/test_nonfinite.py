@@ -1,0 +1,216 @@
+"""NaN, Inf and numbers at the ends of their range reach what sees them, as IEEE arithmetic would, and nothing
+else: in inputs and in incoming gradients, on every path of both passes."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import attn_ext
+from attn_ext import reference
+
+NAN, INF = math.nan, math.inf
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+# Few keys, tiles, few rows against many keys, few keys again, one block of many keys, key pieces.
+SHAPES = [(20, 20, 8), (100, 200, 16), (5, 300, 16), (100, 40, 64), (3, 7, 5), (24, 1100, 16)]
+MASKS = ["none", "causal", "bool", "float"]
+
+
+def make_mask(kind: str, rows: int, keys: int) -> tuple[dict, Tensor]:
+    """The arguments of a mask of which row 0 sees nothing ("bool", "float"), and what it lets through."""
+    visible = torch.ones(rows, keys, dtype=torch.bool)
+    if kind == "none":
+        return {}, visible
+    if kind == "causal":
+        return {"is_causal": True}, visible.tril()
+    visible = torch.rand(rows, keys) > 0.5
+    visible[0] = False
+    bias = torch.zeros(rows, keys).masked_fill(~visible, -INF)
+    return {"attn_mask": visible if kind == "bool" else bias}, visible
+
+
+def formula(query: Tensor, key: Tensor, value: Tensor, grad: Tensor, visible: Tensor) -> list[Tensor]:
+    """Output and gradients in float64, every sum over the visible pairs alone."""
+    query, key, value, grad = (
+        t.double().unsqueeze(d) for t, d in zip((query, key, value, grad), (1, 0, 0, 1), strict=True)
+    )
+    seen, scale = visible.unsqueeze(-1), query.shape[-1] ** -0.5
+    dots = torch.where(seen, query * key, 0.0).sum(-1) * scale
+    scores = dots.masked_fill(~visible, -INF)
+    dead = (scores == -INF).all(-1, keepdim=True)
+    weights = scores.softmax(-1).masked_fill(dead | ~visible, 0.0)
+    products = torch.where(visible, (grad * value).sum(-1), 0.0)
+    delta = torch.where(visible, weights * products, 0.0).sum(-1, keepdim=True)
+    scores_grad = torch.where(visible, weights * (products - delta), 0.0)
+
+    def over_visible(left: Tensor, right: Tensor, dim: int) -> Tensor:
+        return torch.where(seen, left.unsqueeze(-1) * right, 0.0).sum(dim)
+
+    return [
+        over_visible(weights, value, 1),
+        over_visible(scores_grad, key, 1) * scale,
+        over_visible(scores_grad, query, 0) * scale,
+        over_visible(weights, grad, 0),
+    ]
+
+
+def run(function, tensors: list[Tensor], grad: Tensor, **options) -> list[Tensor]:
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    output = function(*leaves, **options)
+    return [output.detach(), *torch.autograd.grad(output, leaves, grad.to(output.dtype))]
+
+
+def assert_same(actual: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> None:
+    tolerance = {torch.float32: 1e-4, torch.float64: 1e-9}.get(dtype, 0.1)
+    for name, a, e in zip(("output", "query", "key", "value"), actual, expected, strict=True):
+        torch.testing.assert_close(
+            a.double(),
+            e,
+            rtol=tolerance,
+            atol=tolerance,
+            equal_nan=True,
+            msg=lambda m: f"{name}: {m}",  # noqa: B023
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", MASKS)
+def test_what_is_not_finite_shows_where_it_is_seen_and_nowhere_else(shape, kind, dtype):
+    rows, keys, dim = shape
+    torch.manual_seed(rows * keys)
+    for where in ("query", "key", "value", "grad"):
+        for special in (NAN, INF):
+            tensors = {
+                name: torch.randn(n, dim).to(dtype)
+                for name, n in (("query", rows), ("key", keys), ("value", keys), ("grad", rows))
+            }
+            tensors[where][len(tensors[where]) // 2, 0] = special
+            options, visible = make_mask(kind, rows, keys)
+            expected = formula(*tensors.values(), visible)
+            grad = tensors.pop("grad")
+            actual = run(attn_ext.sdpa, list(tensors.values()), grad, **options)
+            for name, a, e in zip(
+                ("output", "grad_query", "grad_key", "grad_value"), actual, expected, strict=True
+            ):
+                assert torch.equal(a.isfinite(), e.isfinite()), (where, special, name)
+                # An Inf in dP comes out as NaN or as Inf, depending on how delta is made; P and values say.
+                if name in ("output", "grad_value"):
+                    assert torch.equal(a.isnan(), e.isnan()), (where, special, name)
+            finite = [torch.where(e.isfinite(), a.double(), e) for a, e in zip(actual, expected, strict=True)]
+            assert_same(finite, expected, dtype)
+
+
+@pytest.mark.parametrize("kind", ["causal", "bool"])
+def test_the_reference_agrees_with_the_formula(kind):
+    torch.manual_seed(1)
+    query, key, value, grad = (torch.randn(6, 4) for _ in range(4))
+    grad[2, 1], value[3, 0] = NAN, INF
+    options, visible = make_mask(kind, 6, 6)
+    expected = formula(query, key, value, grad, visible)
+    for a, e in zip(run(reference.sdpa, [query, key, value], grad, **options), expected, strict=True):
+        torch.testing.assert_close(a.double(), e, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("rows", [3, 20, 200])
+@pytest.mark.parametrize("sinks", [None, 0.5])
+def test_a_row_that_sees_no_key_gives_nothing_of_its_gradient(rows, sinks):
+    query, key, value = (torch.randn(1, rows, 8, requires_grad=True) for _ in range(3))
+    mask = torch.ones(rows, rows, dtype=torch.bool)
+    mask[1] = False
+    options = {} if sinks is None else {"sinks": torch.full((1,), sinks, requires_grad=True)}
+    grad = torch.randn(1, rows, 8)
+    grad[0, 1] = NAN
+    output = attn_ext.sdpa(query, key, value, mask, **options)
+    inputs = [query, key, value, *options.values()]
+    for name, got in zip(
+        ("query", "key", "value", "sinks"), torch.autograd.grad(output, inputs, grad), strict=False
+    ):
+        assert got.isfinite().all(), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(3, 5), (20, 40), (20, 300)], ids=str)
+def test_without_a_head_dim_all_keys_weigh_the_same(shape, dtype):
+    rows, keys = shape
+    value = torch.randn(2, keys, 4).to(dtype)
+    inputs = [torch.ones(2, rows, 0, dtype=dtype), torch.ones(2, keys, 0, dtype=dtype), value]
+    actual = run(attn_ext.sdpa, inputs, torch.ones(2, rows, 4))
+    torch.testing.assert_close(actual[0], value.double().mean(-2, keepdim=True).expand(2, rows, 4).to(dtype))
+    torch.testing.assert_close(
+        actual[3].double(), torch.full((2, keys, 4), rows / keys).double(), rtol=1e-2, atol=1e-3
+    )
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (20, 40), (20, 300), (2, 300)], ids=str)
+@pytest.mark.parametrize("sink", [3000.0, -3000.0, -INF, 50.0])
+@pytest.mark.parametrize("bias", [0.0, -6e4])
+def test_sinks_far_from_the_scores(shape, sink, bias):
+    rows, keys = shape
+    torch.manual_seed(3)
+    tensors = [torch.randn(2, n, 8) for n in (rows, keys, keys)]
+    grad, sinks, mask = torch.randn(2, rows, 8), torch.full((2,), sink), torch.full((rows, keys), bias)
+    actual = run(attn_ext.sdpa, tensors, grad, sinks=sinks, attn_mask=mask)
+    expected = run(reference.sdpa, tensors, grad, sinks=sinks, attn_mask=mask)
+    tolerance = 1e-5 if bias == 0.0 else 1e-2  # a score of -6e4 is rounded to 0.004
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a.double(), e.double(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (20, 40), (20, 300), (40, 1200)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_bias_at_the_end_of_the_range_chooses_or_hides(shape, dtype, sign):
+    rows, keys = shape
+    torch.manual_seed(5)
+    tensors = [torch.randn(2, n, 8).to(dtype) for n in (rows, keys, keys)]
+    mask = torch.zeros(rows, keys, dtype=dtype)
+    mask[:, ::3] = sign * torch.finfo(dtype).max
+    grad = torch.randn(2, rows, 8)
+    options = {"attn_mask": mask}
+    actual, expected = (run(f, tensors, grad, **options) for f in (attn_ext.sdpa, reference.sdpa))
+    for a, e in zip(actual[:1] + actual[3:], expected[:1] + expected[3:], strict=True):
+        torch.testing.assert_close(
+            a.double(), e.double(), rtol=0.03, atol=0.03 if dtype == torch.bfloat16 else 1e-4
+        )
+    # Beside such a bias nothing is left of the scores: their gradients are what rounding leaves.
+    assert actual[1].isfinite().all() and actual[2].isfinite().all()
+
+
+@pytest.mark.parametrize("softcap", [1e-46, 1e-300, 1e-40, 1e25, 1e38, 1e300])
+@pytest.mark.parametrize("shape", [(3, 5), (20, 300), (2, 300)], ids=str)
+def test_softcaps_at_the_ends_of_the_range(softcap, shape):
+    rows, keys = shape
+    torch.manual_seed(7)
+    tensors = [torch.randn(2, n, 8) for n in (rows, keys, keys)]
+    grad = torch.randn(2, rows, 8)
+    actual, expected = (run(f, tensors, grad, softcap=softcap) for f in (attn_ext.sdpa, reference.sdpa))
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a.double(), e.double(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (1, 200), (20, 200), (20, 20)], ids=str)
+@pytest.mark.parametrize("score", [1e3, 1e5, 1e8, 1e12, 1e20])
+def test_large_scores_weigh_as_they_should(lengths, score):
+    rows, keys = lengths
+    query, key = torch.ones(1, rows, 1), torch.zeros(1, keys, 1)
+    key[0, 0] = score
+    value = torch.randn(1, keys, 4)
+    actual = run(attn_ext.sdpa, [query * 0.7, key, value], torch.ones(1, rows, 4))
+    torch.testing.assert_close(actual[0], value[:, :1].expand(1, rows, 4))
+    torch.testing.assert_close(actual[3][0, 0], torch.full((4,), float(rows)))
+
+
+@pytest.mark.parametrize("lengths", [(2, 2), (20, 200), (2, 200)], ids=str)
+def test_a_nan_shows_in_all_of_its_rows_weights(lengths):
+    rows, keys = lengths
+    query, key, value = torch.ones(1, rows, 4), torch.ones(1, keys, 4), torch.ones(1, keys, 4)
+    key[0, 0] = INF
+    mask = torch.ones(rows, keys, dtype=torch.bool)
+    mask[0, 0] = mask[1, 1] = False
+    _, weights = attn_ext.sdpa_with_weights(query, key, value, mask)
+    assert weights[0, 0].isfinite().all()
+    assert torch.equal(weights[0, 1:].isnan(), mask[1:])
+    _, key_mass = attn_ext.sdpa_with_key_mass(query, key, value, mask)
+    assert key_mass.isnan().all() if rows > 2 else key_mass[0].isnan().sum() == keys - 1
