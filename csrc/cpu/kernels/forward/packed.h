@@ -223,7 +223,9 @@ void QueryBlock<S>::values(int64_t band) {
           const Range span = intersect(stretch, tile_span(tile));
           if (!is_empty(span)) multiply_values(band, tile, column, span, values);
         }
-        if (values.left_out) add_bad_values(band, column, width, stretch);
+        if (values.bad_keys != nullptr) {
+          add_bad_values(band, column, values_of(column, width, stretch), *values.bad_keys, stretch.begin);
+        }
       }
     }
   }
@@ -244,35 +246,45 @@ Matrix<typename S::Element> QueryBlock<S>::values_of(int64_t column, int64_t col
 }
 
 template <typename S>
-ValueStretch<S> QueryBlock<S>::value_stretch(int64_t column, Range stretch) const {
-  const int64_t width = panel_width_of<S>(params_.shape.value_dim);
-  const auto& packed = packed_.values;
+ValueStretch<S> QueryBlock<S>::value_stretch(int64_t column, Range stretch) {
   if (careful_) {
-    const Matrix<Element> m = values_of(column, width, stretch);
-    const Matrix<Element> finite = finite_only(m, s_.finite_values);
-    if (finite.data != m.data) {
-      pack_row_panels<Product>(finite, 0, depth_of<Product>(finite.rows), width, s_.finite_value_operands, 0);
-      return {s_.finite_value_operands, width, stretch.begin, true};
-    }
+    const ValueStretch<S> finite = finite_stretch(column, stretch);
+    if (finite.bad_keys != nullptr) return finite;
   }
-  return {packed.data + column / width * packed.panel_stride, packed.row_stride,
-          packed_.first_key - block_key_, false};
+  const auto& packed = packed_.values;
+  return {packed.data + column / panel_width_of<S>(params_.shape.value_dim) * packed.panel_stride,
+          packed.row_stride, packed_.first_key - block_key_, nullptr};
 }
 
-// What the values' NaN and Inf give to the rows that see them. A row with a NaN weight is NaN as a whole.
+// Without NaN and Inf, in the scratch: of the same keys for one band after the other.
 template <typename S>
-void QueryBlock<S>::add_bad_values(int64_t band, int64_t column, int64_t columns, Range keys) const {
-  const auto weight = [&](int64_t r, int64_t j) -> T {
-    const T* row = score_row(band, band + r);
-    if constexpr (S::kPaired) return to_compute(reinterpret_cast<const Element*>(row)[keys.begin + j]);
-    return row[keys.begin + j];
-  };
-  add_nonfinite(
-      values_of(column, columns, keys), band_rows(band),
-      [&](int64_t r, int64_t j) {
-        return s_.row_sum[band + r] == s_.row_sum[band + r] && is_seen(band + r, keys.begin + j);
+ValueStretch<S> QueryBlock<S>::finite_stretch(int64_t column, Range stretch) {
+  const int64_t width = panel_width_of<S>(params_.shape.value_dim);
+  const Range keys{block_key_ + stretch.begin, block_key_ + stretch.end};
+  if (keys.begin != finite_keys_.begin || keys.end != finite_keys_.end || column != finite_column_) {
+    const Matrix<Element> m = values_of(column, width, stretch);
+    find_bad_rows(m, *s_.bad_keys);
+    if (s_.bad_keys->count > 0) {
+      pack_row_panels<Product>(finite_only(m, s_.finite_values), 0, depth_of<Product>(m.rows), width,
+                               s_.finite_value_operands, 0);
+    }
+    finite_keys_ = keys;
+    finite_column_ = column;
+  }
+  return {s_.finite_value_operands, width, stretch.begin, s_.bad_keys->count > 0 ? s_.bad_keys : nullptr};
+}
+
+// What the values' NaN and Inf give to the rows that see them; of the keys from first_key of the block on.
+template <typename S>
+void QueryBlock<S>::add_bad_values(int64_t band, int64_t column, const Matrix<Element>& values,
+                                   const BadRows& bad, int64_t first_key) const {
+  add_bad_rows(
+      values, bad, band_rows(band), [&](int64_t r, int64_t j) { return is_seen(band + r, first_key + j); },
+      [&](int64_t r, int64_t j) -> T {
+        const T* row = score_row(band, band + r);
+        if constexpr (S::kPaired) return to_compute(reinterpret_cast<const Element*>(row)[first_key + j]);
+        return row[first_key + j];
       },
-      weight,
       [&](int64_t r, int64_t c, Vec<T> sum, int64_t count) {
         add_row(s_.output + (band + r) * s_.output_stride + column + c, 1, sum, count);
       });

@@ -31,7 +31,8 @@ struct QueryScratch {
   typename S::Element* key_rows;    // (lanes, D), and
   typename S::Element* value_rows;  // (kStreamKeys, Dv): copied rows, where they are streamed; else
   typename S::Element* finite_values;          // (kValueDepth, panel width): a stretch without NaN and Inf,
-  typename S::Operand* finite_value_operands;  // and as it is multiplied
+  typename S::Operand* finite_value_operands;  // and as it is multiplied,
+  BadRows* bad_keys;                           // and the keys of which they were left out
   T *row_max, *row_sum, *carry, *ones, *factor, *lse;
   int64_t *row_head, *row_index;
   Range* row_keys;   // visible keys, the mask apart
@@ -62,6 +63,7 @@ inline QueryScratch<S> take_query_scratch(Arena& arena, const AttentionShape& sh
     const int64_t keys = round_up(smaller(kValueDepth, plan.block_keys), S::kLane);
     const int64_t width = panel_width_of<S>(shape.value_dim);
     s.finite_values = take<typename S::Element>(arena, keys * width);
+    s.bad_keys = take<BadRows>(arena, 1);
     s.finite_value_operands = take<typename S::Operand>(arena, depth_of<typename S::Product>(keys) * width);
   }
   s.row_max = take<T>(arena, rows);
@@ -85,7 +87,7 @@ struct ValueStretch {
   const typename S::Operand* data;
   int64_t row_stride;
   int64_t first;
-  bool left_out;  // NaN or Inf
+  const BadRows* bad_keys;  // of which NaN and Inf were left out; null: of none
 };
 
 template <typename S>
@@ -185,9 +187,11 @@ class QueryBlock {
   void pair_weights(int64_t band);
   void values(int64_t band);
   Matrix<Element> values_of(int64_t column, int64_t columns, Range keys) const;
-  ValueStretch<S> value_stretch(int64_t column, Range stretch) const;
+  ValueStretch<S> value_stretch(int64_t column, Range stretch);
+  ValueStretch<S> finite_stretch(int64_t column, Range stretch);
   void multiply_values(int64_t band, int64_t tile, int64_t column, Range span, const ValueStretch<S>& values);
-  void add_bad_values(int64_t band, int64_t column, int64_t columns, Range keys) const;
+  void add_bad_values(int64_t band, int64_t column, const Matrix<Element>& values, const BadRows& bad,
+                      int64_t first_key) const;
 
   // streamed.h
   void stream_scores(int64_t band);
@@ -195,7 +199,7 @@ class QueryBlock {
   template <int Rows>
   void stream_rows(int64_t band, int64_t row, int64_t key, StreamArgs<S>& args);
   void keep_weights(int64_t band) const;
-  bool gather_values(const Matrix<Element>& value, Range keys) const;
+  void gather_values(const Matrix<Element>& value, Range keys, BadRows& bad) const;
 
   // output.h
   void finish_rows(int64_t band);
@@ -213,8 +217,10 @@ class QueryBlock {
   T* key_mass_ = nullptr;
   T* kept_weights_ = nullptr;
   int64_t kept_stride_ = 0;
-  bool emit_in_place_ = false;      // weights go out while their scores are in cache
-  bool careful_ = false;            // NaN and Inf are left out of the values' products, and shown apart
+  bool emit_in_place_ = false;  // weights go out while their scores are in cache
+  bool careful_ = false;        // NaN and Inf are left out of the values' products, and shown apart
+  Range finite_keys_{0, 0};     // what the scratch's finite values are: keys, and column
+  int64_t finite_column_ = 0;
   int8_t bad_values_ = -1;          // has_bad_values(); -1: not looked for yet
   bool mask_by_key_ = false;        // the mask has to be looked at key by key
   bool mask_in_tile_ = false;       // and its rows are dense, so that whole tiles do

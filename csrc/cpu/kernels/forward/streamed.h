@@ -148,6 +148,8 @@ void QueryBlock<S>::stream_values(int64_t band) {
   const int64_t distance = prefetch_distance<S>(value.columns);
   StreamArgs<S> args{};
   args.fresh = true;
+  BadRows bad;
+  bad.count = 0;
   for (int64_t i = 0; i < run_count_; ++i) {
     const Range run = runs_[i];
     for (int64_t j = run.begin; j < run.end; j += kStreamKeys, args.fresh = false) {
@@ -157,9 +159,8 @@ void QueryBlock<S>::stream_values(int64_t band) {
       args.row_stride = value.row_stride;
       args.ahead = {};
       if (band == 0) args.ahead = rows_ahead(value, j + distance, run.end, after);
-      bool left_out = false;
       if (careful_ || value.column_stride != 1 || j + args.depth * S::kDepth > value.rows) {
-        left_out = gather_values(value, keys);
+        gather_values(value, keys, bad);
         args.rows = s_.value_rows;
         args.row_stride = value.columns;
         args.ahead = {};
@@ -168,7 +169,7 @@ void QueryBlock<S>::stream_values(int64_t band) {
         stream_rows<decltype(count)::value>(band, r, j, args);
         args.ahead = {};
       });
-      if (left_out) add_bad_values(band, 0, value.columns, keys);
+      if (bad.count > 0) add_bad_values(band, 0, values_of(0, value.columns, keys), bad, keys.begin);
     }
   }
   if (!args.fresh) memset(s_.tile_started, 1, static_cast<size_t>(rows_));
@@ -206,15 +207,15 @@ void QueryBlock<S>::keep_weights(int64_t band) const {
 }
 
 // Copies the values of `keys`, and zero for the keys that fill up the last operand. In careful mode NaN and
-// Inf are left out; whether there were any.
+// Inf are left out, and noted.
 template <typename S>
-bool QueryBlock<S>::gather_values(const Matrix<Element>& value, Range keys) const {
+void QueryBlock<S>::gather_values(const Matrix<Element>& value, Range keys, BadRows& bad) const {
   const int64_t width = value.columns, rows = round_up(keys.end - keys.begin, S::kDepth);
   gather_block(value, keys.begin, rows, 0, width, s_.value_rows);
+  if (!careful_) return;
   const Matrix<Element> copy{s_.value_rows, width, 1, rows, width};
-  if (!careful_ || all_finite(copy)) return false;
+  find_bad_rows(copy, bad);
   finite_only(copy, s_.value_rows);
-  return true;
 }
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

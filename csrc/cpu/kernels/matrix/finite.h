@@ -57,8 +57,12 @@ template <typename Element>
 ATTN_EXT_INLINE Vec<Compute<Element>> nonfinite_lanes(const Matrix<Element>& m, int64_t r, int64_t c) {
   using T = Compute<Element>;
   Element lanes[kLanes<T>];
-  gather_block(m, r, 1, c, kLanes<T>, lanes);
-  const Vec<T> x = load_compute(lanes);
+  const Element* from = m.data + r * m.row_stride + c;
+  if (m.column_stride != 1 || c + kLanes < T >> m.columns) {
+    gather_block(m, r, 1, c, kLanes<T>, lanes);
+    from = lanes;
+  }
+  const Vec<T> x = load_compute(from);
   return x - x == Vec<T>{} ? Vec<T>{} : x;
 }
 
@@ -69,43 +73,65 @@ ATTN_EXT_INLINE bool all_nan(Vec<T> v, int64_t count) {
   return all;
 }
 
-// Rows of a factor that hold NaN or Inf.
-constexpr int64_t kNonfiniteRows = 512;  // looked for at once
-constexpr int64_t kNonfiniteStep = 16;   // added at once
+// The rows of a factor that hold NaN or Inf.
+constexpr int64_t kMaxBadRows = 1024;
+struct BadRows {
+  int64_t count;
+  int16_t rows[kMaxBadRows];
+};
 
-// What the NaN and Inf of m add to each of `outs` rows of a product:
+// m: of kMaxBadRows rows at most.
+template <typename Element>
+void find_bad_rows(const Matrix<Element>& m, BadRows& bad) {
+  bad.count = 0;
+  for (int64_t i = 0; i < m.rows; ++i) {
+    if (!all_finite(Matrix<Element>{m.data + i * m.row_stride, 0, m.column_stride, 1, m.columns}))
+      bad.rows[bad.count++] = static_cast<int16_t>(i);
+  }
+}
+
+// What the bad rows of m add to each of `outs` rows of a product that has left their NaN and Inf out:
 //   add(o, c, v, n): out (o, c .. c + n) += v = the sum over rows i with sees(o, i) of factor(o, i) m (i, c
 //   ..)
-// As soon as all that they touch is NaN, no more of them are added: nothing would change.
+// Some at a time, until all that they touch is NaN and nothing more would change. Where a factor is NaN, the
+// product is already.
 template <typename Element, typename Sees, typename Factor, typename Add>
-void add_nonfinite(const Matrix<Element>& m, int64_t outs, Sees sees, Factor factor, Add add) {
+void add_bad_rows(const Matrix<Element>& m, const BadRows& bad, int64_t outs, Sees sees, Factor factor,
+                  Add add) {
   using T = Compute<Element>;
-  for (int64_t first = 0; first < m.rows; first += kNonfiniteRows) {
-    int64_t bad[kNonfiniteRows], count = 0;
-    for (int64_t i = first; i < smaller(first + kNonfiniteRows, m.rows); ++i) {
-      if (!all_finite(Matrix<Element>{m.data + i * m.row_stride, 0, m.column_stride, 1, m.columns}))
-        bad[count++] = i;
-    }
-    for (int64_t o = 0; o < outs; ++o) {
-      bool saturated = false;
-      for (int64_t next = 0; next < count && !saturated;) {
-        int64_t rows[kNonfiniteStep], n = 0;
-        for (; next < count && n < kNonfiniteStep; ++next) {
-          if (sees(o, bad[next])) rows[n++] = bad[next];
-        }
-        saturated = n > 0;
-        for (int64_t c = 0; n > 0 && c < m.columns; c += kLanes<T>) {
-          Vec<T> sum = {};
-          for (int64_t k = 0; k < n; ++k)
-            sum = multiply_add(broadcast(static_cast<T>(factor(o, rows[k]))), nonfinite_lanes(m, rows[k], c),
-                               sum);
-          const int64_t present = smaller(kLanes<T>, m.columns - c);
-          add(o, c, sum, present);
-          saturated &= all_nan<T>(sum, present);
-        }
+  constexpr int kStep = 4;
+  for (int64_t o = 0; o < outs; ++o) {
+    bool settled = false;
+    for (int64_t next = 0; next < bad.count && !settled;) {
+      int64_t rows[kStep], n = 0;
+      T factors[kStep];
+      for (; next < bad.count && n < kStep; ++next) {
+        if (!sees(o, bad.rows[next])) continue;
+        rows[n] = bad.rows[next];
+        factors[n] = factor(o, rows[n]);
+        settled |= factors[n] != factors[n];
+        ++n;
+      }
+      if (settled || n == 0) break;
+      settled = true;
+      for (int64_t c = 0; c < m.columns; c += kLanes<T>) {
+        Vec<T> sum = {};
+        for (int64_t k = 0; k < n; ++k)
+          sum = multiply_add(broadcast(factors[k]), nonfinite_lanes(m, rows[k], c), sum);
+        const int64_t present = smaller(kLanes<T>, m.columns - c);
+        add(o, c, sum, present);
+        settled &= all_nan<T>(sum, present);
       }
     }
   }
+}
+
+// The same, the bad rows looked for first.
+template <typename Element, typename Sees, typename Factor, typename Add>
+void add_nonfinite(const Matrix<Element>& m, int64_t outs, Sees sees, Factor factor, Add add) {
+  BadRows bad;
+  find_bad_rows(m, bad);
+  add_bad_rows(m, bad, outs, sees, factor, add);
 }
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY
