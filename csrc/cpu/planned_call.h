@@ -1,9 +1,13 @@
 // A call on its path, its plan made (kernels/interface/ways.h). Sees no torch: the kernel tests use it too.
 #pragma once
 
+#include <cstring>
+
 #include "kernels/interface/ways.h"
 
 namespace attn_ext::cpu {
+
+constexpr size_t kNotesBytes = 64;
 
 template <class Params, class Plan>
 struct PlannedCall {
@@ -11,6 +15,10 @@ struct PlannedCall {
   const Way<Params, Plan>& way;
   Plan plan;
 
+  // What a thread notes for its next tasks lies first in its memory, and is 0 when the call begins.
+  void begin(void* thread_scratch) const {
+    if (plan.thread_bytes > 0) std::memset(thread_scratch, 0, kNotesBytes);
+  }
   int64_t tasks(int64_t round) const { return way.tasks(plan, round); }
   void run(int64_t round, int64_t task, void* shared, void* thread_scratch) const {
     way.run(params, plan, round, task, shared, thread_scratch);

@@ -3,7 +3,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <cstring>
 #include <new>
 
 #include "huge_pages.h"
@@ -91,15 +90,12 @@ void run_tasks(int64_t tasks, int threads, Function function) {
   });
 }
 
-/// What a thread of a call notes for its next tasks lies first in its memory, and is 0 when the call begins.
-constexpr size_t kNotesBytes = 64;
-
 /// All rounds of a call, in memory of their own.
 template <class Call>
 void run_rounds(const Call& call, int threads) {
   const Scratch shared(call.plan.shared_bytes), own(call.plan.thread_bytes * threads);
-  for (int slot = 0; call.plan.thread_bytes > 0 && slot < threads; ++slot) {
-    std::memset(own.data() + slot * call.plan.thread_bytes, 0, kNotesBytes);
+  for (int slot = 0; slot < threads; ++slot) {
+    call.begin(own.data() + slot * call.plan.thread_bytes);
   }
   for (int64_t round = 0; round < call.plan.rounds; ++round) {
     run_tasks(call.tasks(round), threads, [&](int64_t task, int64_t slot) {

@@ -18,6 +18,10 @@
 #include <thread>
 #include <vector>
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
+
 #include "kernel_sets.h"
 #include "planned_call.h"
 
@@ -119,7 +123,7 @@ enum class Edge { kEnd, kStart };
 // the first of one. What is not written holds NaN, true or -1.
 class GuardedMemory {
  public:
-  explicit GuardedMemory(int64_t bytes, Edge edge = Edge::kEnd) {
+  explicit GuardedMemory(int64_t bytes, Edge edge = Edge::kEnd) : bytes_(static_cast<size_t>(bytes)) {
     const int64_t page = sysconf(_SC_PAGESIZE);
     const int64_t body = (bytes + page - 1) / page * page;
     mapped_ = static_cast<size_t>(body + 2 * page);
@@ -136,9 +140,10 @@ class GuardedMemory {
   GuardedMemory(const GuardedMemory&) = delete;
   GuardedMemory& operator=(const GuardedMemory&) = delete;
   char* data() const { return data_; }
+  size_t bytes() const { return bytes_; }
 
  private:
-  size_t mapped_;
+  size_t bytes_, mapped_;
   char* base_;
   char* data_;
 };
@@ -241,7 +246,16 @@ inline int dtype_row(ScalarKind kind) {
 // Memory as kernels are given it to work in: aligned, full of NaN, and ending (but for that) at a guard page.
 struct ScratchMemory {
   explicit ScratchMemory(int64_t bytes) : memory((bytes + 63) / 64 * 64) {}
-  char* data() const { return memory.data(); }
+  ScratchMemory(const ScratchMemory&) = delete;
+  ScratchMemory& operator=(const ScratchMemory&) = delete;
+#if defined(__SANITIZE_ADDRESS__)
+  ~ScratchMemory() {
+    __asan_unpoison_memory_region(memory.data(), memory.bytes());
+  }  // kernels leave gaps
+#endif
+  char* data() const {
+    return memory.data();
+  }
   GuardedMemory memory;
 };
 
@@ -297,6 +311,7 @@ template <typename Ways, typename Params>
 auto run_call(const Ways& ways, const Params& params, int threads) {
   const auto call = cpu::plan_call(ways, params, threads);
   const CallMemory memory(call.plan.shared_bytes, call.plan.thread_bytes, threads);
+  for (int slot = 0; slot < threads; ++slot) call.begin(memory.own(slot));
   for (int64_t round = 0; round < call.plan.rounds; ++round) {
     run_tasks(call.tasks(round), threads,
               [&](int64_t task, int slot) { call.run(round, task, memory.shared(), memory.own(slot)); });

@@ -1,6 +1,7 @@
 // Few query rows against many keys. A task lets the rows of all query heads of a group attend to some pieces
 // of their keys (packed first, unless there is but a handful of rows); then the pieces' outputs, row maxima
-// and sums are merged in order.
+// and sums are merged in order. Weights are kept from the first look at the keys to the merge where they are
+// wanted; where only the key mass is, the keys are looked at once more.
 #pragma once
 
 #include "../interface/forward.h"
@@ -24,7 +25,10 @@ class KeyPieces {
                   void* shared, void* scratch) {
     KeyPieces<S> call(params, plan, shared, scratch);
     const int64_t heads = params.shape.query_heads;
-    round == 0 ? call.attend(task) : call.merge(task / heads, task % heads);
+    if (round == 1) return call.merge(task / heads, task % heads);
+    call.each_piece(task, [&](int64_t batch, int64_t key_head, int64_t piece) {
+      round == 0 ? call.run_piece(batch, key_head, piece) : call.add_key_mass(batch, key_head, piece);
+    });
   }
 
  private:
@@ -39,14 +43,20 @@ class KeyPieces {
         arena_{static_cast<char*>(scratch), 0},
         query_(take_query_scratch<S>(arena_, params.shape, plan)) {}
 
-  void attend(int64_t task) {
+  template <typename Body>
+  void each_piece(int64_t task, Body body) const {
     const int64_t tasks = ceil_div(plan_.pieces.count, plan_.pieces.per_task);
     const int64_t key_head = task / tasks % shape_.key_heads, batch = task / tasks / shape_.key_heads;
     const int64_t first = task % tasks * plan_.pieces.per_task;
     for (int64_t piece = first; piece < smaller(first + plan_.pieces.per_task, plan_.pieces.count); ++piece) {
-      run_piece(batch, key_head, piece);
+      body(batch, key_head, piece);
     }
   }
+  Range piece_keys(int64_t piece) const {
+    return {piece * plan_.pieces.keys, smaller((piece + 1) * plan_.pieces.keys, shape_.key_len)};
+  }
+  PackedHead<S> pack_piece(int64_t batch, int64_t key_head, Range keys) const;
+  void add_key_mass(int64_t batch, int64_t key_head, int64_t piece) const;
   void run_piece(int64_t batch, int64_t key_head, int64_t piece);
   void keep_rows(int64_t batch, int64_t rows, int64_t piece) const {
     const int64_t width = query_.output_stride;
@@ -65,10 +75,17 @@ class KeyPieces {
   static int64_t partial_row_size(const AttentionShape& shape) {
     return padded_dim<S>(shape.value_dim) + S::kLane;
   }
+  // One row of weights a head is no more than the key mass itself.
+  static bool keeps_weights(const ForwardParams& params) {
+    return params.weights.data != nullptr || (params.key_mass != nullptr && params.shape.query_len == 1);
+  }
+  static bool looks_twice(const ForwardParams& params) {
+    return params.key_mass != nullptr && !keeps_weights(params);
+  }
   // Rows of weights that are kept for the merge, each piece relative to its own row max; behind the partial
-  // rows.
+  // rows. Without them the rows' maxima and factors, for the second look.
   static int64_t kept_row_size(const ForwardParams& params) {
-    return has_weights(params) ? round_up(params.shape.key_len, S::kLane) : 0;
+    return keeps_weights(params) ? round_up(params.shape.key_len, S::kLane) : looks_twice(params) ? 2 : 0;
   }
   int64_t piece_stride() const { return shape_.query_len * partial_row_size(shape_); }
   T* partials(int64_t batch, int64_t head, int64_t piece) const {
@@ -77,7 +94,7 @@ class KeyPieces {
   T* key_mass_of(int64_t batch, int64_t head) const {
     return static_cast<T*>(params_.key_mass) + (batch * shape_.query_heads + head) * shape_.key_len;
   }
-  T* kept_weights(int64_t batch, int64_t head) const {
+  T* kept_rows(int64_t batch, int64_t head) const {
     return partials(shape_.batch, 0, 0) +
            (batch * shape_.query_heads + head) * shape_.query_len * kept_row_size(params_);
   }
@@ -99,7 +116,7 @@ void KeyPieces<S>::plan(const ForwardParams& params, int threads, ForwardPlan& p
   plan.pieces.count = larger(1, ceil_div(shape.key_len, plan.pieces.keys));
   plan.block_rows = block_height(shape.query_len * group_size(shape), 1);
   plan.value_in_place = values_lie_packed<S>(params);
-  plan.rounds = 2;
+  plan.rounds = 3;
   if (query_units == 0 || shape.query_len == 0) return;
 
   // Pieces that lie beside each other stream better; some tasks a thread are enough for an even share.
@@ -109,6 +126,7 @@ void KeyPieces<S>::plan(const ForwardParams& params, int threads, ForwardPlan& p
   plan.round_tasks[0] = key_units * ceil_div(plan.pieces.count, plan.pieces.per_task);
   if (plan.pieces.merged) {
     plan.round_tasks[1] = query_units;
+    if (looks_twice(params)) plan.round_tasks[2] = plan.round_tasks[0];
     plan.shared_bytes = query_units * shape.query_len *
                         (plan.pieces.count * partial_row_size(shape) + kept_row_size(params)) *
                         static_cast<int64_t>(sizeof(T));
@@ -120,18 +138,23 @@ void KeyPieces<S>::plan(const ForwardParams& params, int threads, ForwardPlan& p
 }
 
 template <typename S>
+PackedHead<S> KeyPieces<S>::pack_piece(int64_t batch, int64_t key_head, Range keys) const {
+  PackedHead<S> packed{};
+  if (plan_.path == ForwardPath::kFewRows) return packed;
+  Arena arena = arena_;
+  packed = take_packed_head<S>(params_, plan_, arena, plan_.pieces.keys);
+  set_head(params_, plan_, packed, batch, key_head, keys.begin);
+  pack_head(params_, plan_, packed, batch, key_head, keys);
+  return packed;
+}
+
+template <typename S>
 void KeyPieces<S>::run_piece(int64_t batch, int64_t key_head, int64_t piece) {
   const int64_t group = group_size(shape_), rows = group * shape_.query_len;
-  const Range keys{piece * plan_.pieces.keys, smaller((piece + 1) * plan_.pieces.keys, shape_.key_len)};
-  PackedHead<S> packed{};
-  if (plan_.path == ForwardPath::kSplit) {
-    Arena arena = arena_;
-    packed = take_packed_head<S>(params_, plan_, arena, plan_.pieces.keys);
-    set_head(params_, plan_, packed, batch, key_head, keys.begin);
-    pack_head(params_, plan_, packed, batch, key_head, keys);
-  }
+  const Range keys = piece_keys(piece);
+  const PackedHead<S> packed = pack_piece(batch, key_head, keys);
   QueryBlock<S> block(params_, plan_, query_, packed, batch);
-  if (has_weights(params_)) block.set_kept_weights(kept_weights(0, 0), kept_row_size(params_));
+  if (keeps_weights(params_)) block.set_kept_weights(kept_rows(0, 0), kept_row_size(params_));
   for (int64_t first = 0; first < rows; first += plan_.block_rows) {
     const int64_t count = smaller(plan_.block_rows, rows - first);
     block.set_rows(key_head * group, first, count);
@@ -140,11 +163,34 @@ void KeyPieces<S>::run_piece(int64_t batch, int64_t key_head, int64_t piece) {
   }
 }
 
+// The second look: the piece's keys again, now that the rows' maxima and sums over all keys are known.
+template <typename S>
+void KeyPieces<S>::add_key_mass(int64_t batch, int64_t key_head, int64_t piece) const {
+  const int64_t group = group_size(shape_), rows = group * shape_.query_len;
+  const Range keys = piece_keys(piece);
+  const PackedHead<S> packed = pack_piece(batch, key_head, keys);
+  QueryBlock<S> block(params_, plan_, query_, packed, batch);
+  block.set_key_mass(key_mass_of(batch, 0), shape_.key_len);
+  for (int64_t head = key_head * group; head < (key_head + 1) * group; ++head) {
+    fill_span(key_mass_of(batch, head), keys.begin, keys.end, static_cast<T>(0));
+  }
+  for (int64_t first = 0; first < rows; first += plan_.block_rows) {
+    const int64_t count = smaller(plan_.block_rows, rows - first);
+    block.set_rows(key_head * group, first, count);
+    for (int64_t r = 0; r < count; ++r) {
+      const T* kept = kept_rows(batch, query_.row_head[r]) + query_.row_index[r] * kept_row_size(params_);
+      query_.row_max[r] = kept[0];
+      query_.factor[r] = kept[1];
+    }
+    block.emit_all(keys);
+  }
+}
+
 // weights = factor 2^(m_i - m) P_i of one row, key mass += weights
 template <typename S>
 void KeyPieces<S>::merge_weights(int64_t batch, int64_t row) const {
   const int64_t head = query_.row_head[row], index = query_.row_index[row];
-  const T* kept = kept_weights(batch, head) + index * kept_row_size(params_);
+  const T* kept = kept_rows(batch, head) + index * kept_row_size(params_);
   WeightRow<S> out{};
   if (params_.key_mass != nullptr) out.mass = key_mass_of(batch, head);
   if (params_.weights.data != nullptr)
@@ -191,7 +237,7 @@ template <typename S>
 void KeyPieces<S>::merge(int64_t batch, int64_t head) {
   const PackedHead<S> none{};
   QueryBlock<S> block(params_, plan_, query_, none, batch);
-  if (params_.key_mass != nullptr) {
+  if (params_.key_mass != nullptr && keeps_weights(params_)) {
     fill_span(key_mass_of(batch, head), 0, shape_.key_len, static_cast<T>(0));
   }
   for (int64_t first = 0; first < shape_.query_len; first += plan_.block_rows) {
@@ -201,7 +247,12 @@ void KeyPieces<S>::merge(int64_t batch, int64_t head) {
       merge_row(partials(batch, head, 0) + (first + r) * partial_row_size(shape_), r);
     }
     block.finish();
-    for (int64_t r = 0; r < rows && has_weights(params_); ++r) merge_weights(batch, r);
+    for (int64_t r = 0; r < rows && keeps_weights(params_); ++r) merge_weights(batch, r);
+    for (int64_t r = 0; r < rows && looks_twice(params_); ++r) {
+      T* kept = kept_rows(batch, head) + (first + r) * kept_row_size(params_);
+      kept[0] = query_.row_max[r];
+      kept[1] = query_.factor[r];
+    }
   }
 }
 

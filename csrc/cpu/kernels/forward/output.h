@@ -107,7 +107,7 @@ void QueryBlock<S>::emit_all(Range keys) {
   for (int64_t key = keys.begin; key < keys.end; key += plan_.block_keys) {
     set_key_block(key, smaller(plan_.block_keys, keys.end - key));
     for (int64_t band = 0; band < rows_; band += kBandRows) {
-      scores(band);
+      plan_.path == ForwardPath::kFewRows ? stream_scores(band) : scores(band);
       mask(band);
       T sums[kBandRows];  // known already: kept from being added again
       memcpy(sums, s_.row_sum + band, sizeof(sums));
@@ -132,7 +132,7 @@ template <typename S>
 void QueryBlock<S>::emit_row(int64_t r, const T* row) const {
   const Vec<T> factor = broadcast(s_.factor[r]);
   WeightRow<S> out{};
-  if (key_mass_ != nullptr) out.mass = key_mass_ + block_key_;
+  if (key_mass_ != nullptr) out.mass = key_mass_ + s_.row_head[r] * key_mass_stride_ + block_key_;
   if (params_.weights.data != nullptr) {
     out.weights = row_pointer<Element>(params_.weights, batch_, s_.row_head[r], s_.row_index[r]) + block_key_;
   }

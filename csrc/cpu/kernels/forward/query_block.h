@@ -112,8 +112,11 @@ class QueryBlock {
   QueryBlock(const QueryBlock&) = delete;
   QueryBlock& operator=(const QueryBlock&) = delete;
 
-  // Where the weights' column sums are added, for blocks whose rows are all of one head.
-  void set_key_mass(T* key_mass) { key_mass_ = key_mass; }
+  // Where the weights' column sums are added, of all heads or each at its own.
+  void set_key_mass(T* key_mass, int64_t head_stride = 0) {
+    key_mass_ = key_mass;
+    key_mass_stride_ = head_stride;
+  }
 
   // Where attend() leaves the weights, not yet divided by the row sums: (B, Hq, Lq, key_stride).
   void set_kept_weights(T* weights, int64_t key_stride) {
@@ -215,6 +218,7 @@ class QueryBlock {
   const int64_t batch_;
   const ScoreUnits<T> units_;
   T* key_mass_ = nullptr;
+  int64_t key_mass_stride_ = 0;
   T* kept_weights_ = nullptr;
   int64_t kept_stride_ = 0;
   bool emit_in_place_ = false;  // weights go out while their scores are in cache

@@ -2,7 +2,8 @@
 // then does its work in rounds of independent tasks:
 //
 //   Plan plan{};  plan.path = ways.path(params);  way = ways.of[plan.path];  way.plan(params, threads, plan)
-//   allocate plan.shared_bytes once and plan.thread_bytes a thread, both aligned to 64 bytes
+//   allocate plan.shared_bytes once and plan.thread_bytes a thread, both aligned to 64 bytes; clear the first
+//   64 bytes of each thread's, which it takes notes in
 //   for every round in [0, plan.rounds): way.run(...) for every task in [0, way.tasks(plan, round))
 //
 // Tasks of one round may run in any order, on any thread: no bit of the result depends on it. A round may

@@ -32,14 +32,19 @@ class UnitMemory {
   // The part of `unit` in memory that all units share.
   void take_from_shared(void* shared, Unit unit) {
     heads_ = group_size(shape_);
+    keeps_keys_ = true;
     Arena arena{static_cast<char*>(shared) + (unit.batch * shape_.key_heads + unit.key_head) * shared_bytes(),
                 0};
     take_all(arena);
   }
   // Of a unit.
   int64_t shared_bytes() const {
-    return group_size(shape_) * plan_.query_blocks * query_bytes_ +
-           plan_.key_blocks * (key_bytes_ + key_sums_size_ * static_cast<int64_t>(sizeof(T)));
+    UnitMemory unit = *this;
+    unit.heads_ = group_size(shape_);
+    unit.keeps_keys_ = true;
+    Arena count{nullptr, 0};
+    unit.take_all(count);
+    return count.used;
   }
 
   // Whether keys stay packed, and their sums unstored, from one visit to the next.
