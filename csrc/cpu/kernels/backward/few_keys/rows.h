@@ -242,16 +242,11 @@ bool FewKeysUnit<S>::finish_plain_rows(int64_t first, int64_t begin, int64_t end
 template <typename S>
 template <typename M>
 typename FewKeysUnit<S>::PlainRows FewKeysUnit<S>::plain_rows(int64_t vectors) {
-  constexpr auto with = [](auto count) -> PlainRows {
-    return [](FewKeysUnit& unit, int64_t first, int64_t begin, int64_t end) {
-      return unit.template finish_plain_rows<decltype(count)::value, M>(first, begin, end);
-    };
-  };
   static constexpr PlainRows kTable[kPlainVectors] = {
-      with(std::integral_constant<int, 1>{}), with(std::integral_constant<int, 2>{}),
-      with(std::integral_constant<int, 3>{}), with(std::integral_constant<int, 4>{}),
-      with(std::integral_constant<int, 5>{}), with(std::integral_constant<int, 6>{}),
-      with(std::integral_constant<int, 7>{}), with(std::integral_constant<int, 8>{})};
+      &FewKeysUnit::template finish_plain_rows<1, M>, &FewKeysUnit::template finish_plain_rows<2, M>,
+      &FewKeysUnit::template finish_plain_rows<3, M>, &FewKeysUnit::template finish_plain_rows<4, M>,
+      &FewKeysUnit::template finish_plain_rows<5, M>, &FewKeysUnit::template finish_plain_rows<6, M>,
+      &FewKeysUnit::template finish_plain_rows<7, M>, &FewKeysUnit::template finish_plain_rows<8, M>};
   return kTable[vectors - 1];
 }
 
@@ -299,10 +294,10 @@ void FewKeysUnit<S>::finish_rows(int64_t first, int64_t count) {
     }
     bool finished = false;
     if (!by_key) {
-      finished = plain_rows<void>(vectors)(*this, first, begin, end);
+      finished = (this->*plain_rows<void>(vectors))(first, begin, end);
     } else {
       with_kind<Element>(rule.mask_kind, [&](auto tag) {
-        finished = plain_rows<typename decltype(tag)::Type>(vectors)(*this, first, begin, end);
+        finished = (this->*plain_rows<typename decltype(tag)::Type>(vectors))(first, begin, end);
       });
     }
     if (!finished) finish_bad_rows(first, begin, end);
