@@ -1,15 +1,28 @@
 # The kernels are compiled once for each instruction set from the same sources.
 # A set has the same name here, in its C++ namespace, in the kernel table and in ATTN_EXT_CPU_CAPABILITY.
 
-set(avx2 -mavx2 -mfma -mf16c)
+# What each set may use stands in csrc/cpu/kernels/interface/features.h as well, and does not compile where it differs.
+
+# These come after the user's CXXFLAGS: whatever those allow, as -march=native does, is taken back first. What -march
+# does not take back are extensions switched on one by one; all of AVX goes with SSE3.
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$")
+  set(baseline -march=x86-64 -mno-sse3 -mno-popcnt -mno-bmi -mno-bmi2 -mno-lzcnt -mno-movbe)
+elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64)$")
+  set(baseline -march=armv8-a)
+else()
+  set(baseline)
+endif()
+set(avx2 ${baseline} -mavx2 -mfma -mf16c -mpopcnt)
 set(avx512 ${avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512cd)
+
+set(ATTN_EXT_KERNEL_SETS "" CACHE STRING "Of the instruction sets, those to build; empty: all")
 
 # attn_ext_add_kernels(target sources...): adds the objects TARGET_kernels_SET of every set that this processor
 # family has, whose names the global property ATTN_EXT_CAPABILITIES then lists.
 # Baseline comes first, so that the linker takes an inline function's plain copy where several sets emit it.
 macro(attn_ext_add_kernels target)
   #                                 name          processors       compiler flags
-  attn_ext_add_capability(${target} baseline      ".*"             ""                        ${ARGN})
+  attn_ext_add_capability(${target} baseline      ".*"             "${baseline}"             ${ARGN})
   attn_ext_add_capability(${target} avx2          "x86_64|AMD64"   "${avx2}"                 ${ARGN})
   attn_ext_add_capability(${target} avx512        "x86_64|AMD64"   "${avx512}"               ${ARGN})
   attn_ext_add_capability(${target} avx512_bf16   "x86_64|AMD64"   "${avx512};-mavx512bf16"  ${ARGN})
@@ -17,6 +30,9 @@ endmacro()
 
 function(attn_ext_add_capability target name processors flags)
   if(NOT ARGN OR NOT CMAKE_SYSTEM_PROCESSOR MATCHES "^(${processors})$")
+    return()
+  endif()
+  if(ATTN_EXT_KERNEL_SETS AND NOT name IN_LIST ATTN_EXT_KERNEL_SETS)
     return()
   endif()
   set(objects ${target}_kernels_${name})

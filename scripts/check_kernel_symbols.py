@@ -1,8 +1,11 @@
-"""Fails on a weak symbol that a kernel object compiled for more than the baseline would share with the rest.
+"""Fails on a kernel object that holds what does not belong to its instruction set.
 
 The linker keeps one copy of an inline function. Were it the copy compiled for AVX-512, an older processor
 would crash in code that has nothing to do with kernels. So a kernel object may only have weak symbols of its
-own instruction set's namespace.
+own instruction set's namespace. That goes for the baseline as well, whose copies other sets would take.
+
+Nor may an object have instructions of a better set than its own, as it has where the user's flags allow them
+and nobody takes that back: on an older processor it would be chosen and crash.
 
 Usage: python check_kernel_symbols.py CMAKE_BUILD_FOLDER
 """
@@ -11,6 +14,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+
+# In a line of disassembly. AVX begins its names with v; AVX-512 has masks and registers of its own.
+AVX512 = r"%zmm|%k[0-7]\b|%[xy]mm(1[6-9]|2\d|3[01])\b"
+FOREIGN = {"baseline": rf"^\s*[0-9a-f]+:\s+v|%ymm|{AVX512}", "avx2": AVX512}
 
 
 def leaks(kernel_object: Path, capability: str) -> list[str]:
@@ -22,6 +29,19 @@ def leaks(kernel_object: Path, capability: str) -> list[str]:
     return [symbol for symbol in weak if f"{capability}::" not in symbol]
 
 
+def foreign_instructions(kernel_object: Path, capability: str) -> list[str]:
+    """Those of better sets."""
+    if capability not in FOREIGN:
+        return []
+    listing = subprocess.run(
+        ["objdump", "--disassemble", "--no-show-raw-insn", kernel_object],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    return [line.strip() for line in listing.splitlines() if re.search(FOREIGN[capability], line)]
+
+
 def main() -> int:
     """Looks at every kernel object of the build."""
     objects = sorted(Path(sys.argv[1]).glob("**/attn_ext_kernels_*.dir/**/*.o"))
@@ -31,11 +51,16 @@ def main() -> int:
     failed = False
     for kernel_object in objects:
         (capability,) = re.findall(r"attn_ext_kernels_(\w+)\.dir", str(kernel_object))
-        if capability == "baseline":
-            continue
         for symbol in leaks(kernel_object, capability):
             failed = True
             print(f"{kernel_object} leaks the weak symbol {symbol}", file=sys.stderr)
+        foreign = foreign_instructions(kernel_object, capability)
+        if foreign:
+            failed = True
+            print(
+                f"{kernel_object} has {len(foreign)} instructions of a better set, such as {foreign[0]}",
+                file=sys.stderr,
+            )
     print(f"{len(objects)} kernel objects looked at")
     return 1 if failed else 0
 

@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "kernels/interface/features.h"
 #include "kernels/interface/table.h"
 
 namespace attn_ext::cpu {
@@ -11,7 +12,7 @@ namespace attn_ext::cpu {
 struct KernelSet {
   const char* name;
   const KernelTable* kernels;
-  bool (*is_supported)();
+  Features features;  // that the processor must have
 };
 
 /// Those that the processor can run, best last.

@@ -10,9 +10,7 @@
 #include <immintrin.h>
 #endif
 
-#ifndef ATTN_EXT_CPU_CAPABILITY
-#error "kernels are compiled with -DATTN_EXT_CPU_CAPABILITY=<instruction set>: it names their namespace"
-#endif
+#include "instruction_set.h"
 
 #define ATTN_EXT_INLINE inline __attribute__((always_inline))
 
