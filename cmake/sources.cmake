@@ -22,6 +22,7 @@ set(ATTN_EXT_SOURCES
   csrc/cpu/kernel_sets.cpp
   csrc/cpu/call.cpp
   csrc/cpu/fork.cpp
+  csrc/cpu/openmp.cpp
   csrc/cpu/forward.cpp
   csrc/cpu/backward.cpp
   csrc/capability.cpp

@@ -1,6 +1,11 @@
 """Calls from several threads at once, and in the children of a fork."""
 
 import multiprocessing
+import os
+import platform
+import shutil
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -16,6 +21,7 @@ from attn_ext.testing import DTYPES
 # (batch, heads, Lq, Lk, D): large enough for several threads, on every path of the forward
 SHAPES = [(2, 4, 150, 150, 32), (1, 3, 80, 1500, 20), (2, 4, 20, 2500, 24), (4, 8, 1, 3000, 16)]
 OPTIONS = [{}, {"is_causal": True, "query_offset": 7}, {"softcap": 3.0}, {"window_left": 100}]
+COMPILER = shutil.which(os.environ.get("CXX", "c++"))
 HANGS_AFTER = 120  # seconds; the work itself takes less than one
 
 
@@ -213,3 +219,43 @@ def test_data_loader_workers(workers, jobs, expected):
         warnings.simplefilter("ignore", DeprecationWarning)
         results = [[t.clone() for t in result] for result in loader]
     assert_same_bits(results, expected)
+
+
+# more than one OpenMP runtime
+
+OTHER_RUNTIME = """
+#include <stdio.h>
+#include <stdlib.h>
+int omp_get_thread_num(void) { return 0; }
+int omp_get_num_threads(void) { return 1; }
+void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned flags) {
+  puts("GOMP_parallel of another library");
+  abort();
+}
+"""
+COMPARE = """
+import torch, attn_ext
+torch.set_num_threads(1)  # torch's own loops over threads may be given the other library's numbers
+query = torch.randn(2, 8, 512, 64)
+expected = attn_ext.reference.sdpa(query, query, query).to(query.dtype)
+torch.set_num_threads(4)
+for _ in range(5):
+    torch.testing.assert_close(attn_ext.sdpa(query, query, query), expected)
+"""
+
+
+@pytest.mark.skipif(
+    platform.system() != "Linux" or COMPILER is None, reason="needs ELF's versions of symbols and a compiler"
+)
+@pytest.mark.parametrize("names", ["omp_*", "omp_*; GOMP_*"])
+@pytest.mark.parametrize("version", ["OMP_1.0", "OTHER_1.0"])
+def test_another_runtime_before_torch_s_is_not_mixed_with_it(tmp_path, names, version):
+    (tmp_path / "other.c").write_text(OTHER_RUNTIME)
+    (tmp_path / "versions").write_text(f"{version} {{ global: {names}; local: *; }};\n")
+    command = [COMPILER, "-x", "c", tmp_path / "other.c", "-shared", "-fPIC", "-o", tmp_path / "libother.so"]
+    subprocess.run([*command, f"-Wl,--version-script={tmp_path / 'versions'}"], check=True)
+    environment = os.environ | {"LD_PRELOAD": str(tmp_path / "libother.so")}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPARE], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,35 +1,42 @@
-// The OpenMP runtime that torch has loaded, called as GCC's code calls it, whichever compiler builds this:
-// the pragmas of another compiler would bring a second runtime with threads of its own. Weak: where torch has
-// no such runtime, all is null and works on one thread.
+// The OpenMP runtime that torch works with, called as GCC's code calls it, whichever compiler builds this: the
+// pragmas of another compiler would bring a second runtime with threads of its own.
 #pragma once
 
-extern "C" {
-[[gnu::weak]] void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned flags);
-[[gnu::weak]] int omp_get_thread_num() noexcept;
-[[gnu::weak]] int omp_get_num_threads() noexcept;
-}
-
 namespace attn_ext::cpu {
+
+/// What GCC makes of a parallel region.
+struct OpenMpRuntime {
+  void (*parallel)(void (*body)(void*), void* data, unsigned threads, unsigned flags);
+  int (*thread_num)();
+  int (*num_threads)();
+};
+
+/// Null where torch has no such runtime.
+const OpenMpRuntime* openmp_runtime();
 
 /// body(slot) for every slot in [0, slots), each on a thread of its own as far as there are threads.
 template <class Body>
 void run_slots(int slots, Body body) {
+  const OpenMpRuntime* const openmp = openmp_runtime();
+  if (openmp == nullptr) {
+    for (int slot = 0; slot < slots; ++slot) {
+      body(slot);
+    }
+    return;
+  }
   struct Call {
+    const OpenMpRuntime& openmp;
     Body& body;
     int slots;
-  } call{body, slots};
+  } call{*openmp, body, slots};
   const auto work = [](void* data) {
     const Call& mine = *static_cast<Call*>(data);
-    for (int slot = omp_get_thread_num(); slot < mine.slots; slot += omp_get_num_threads()) {
+    for (int slot = mine.openmp.thread_num(); slot < mine.slots; slot += mine.openmp.num_threads()) {
       mine.body(slot);
     }
   };
-  if (GOMP_parallel != nullptr) {
-    return GOMP_parallel(work, &call, /*threads=*/0, /*flags=*/0);
-  }
-  for (int slot = 0; slot < slots; ++slot) {
-    body(slot);
-  }
+  // As many threads as there are slots, whatever number the runtime would take by itself.
+  openmp->parallel(work, &call, static_cast<unsigned>(slots), /*flags=*/0);
 }
 
 }  // namespace attn_ext::cpu
