@@ -1,13 +1,22 @@
 #!/usr/bin/env bash
 # Builds the kernels' own tests, without torch or Python, under sanitizers and runs them on every instruction set
 # that this machine has. The argument is what -fsanitize= takes: address,undefined (the default), thread, or none.
+#
+#   CXX              the compiler, which has a build folder of its own
+#   CXXFLAGS         more flags for it
+#   KERNEL_SETS      of the instruction sets, those to build and run, as in "baseline;avx2"; default: all
+#   BUILD_TYPE       Release or Debug, where no sanitizer chooses; default: Release
+#   ATTN_EXT_WERROR  ON: every C++ warning is an error
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 sanitize="${1-address,undefined}"
 [[ "$sanitize" != none ]] || sanitize=""
-build="$root/build/csrc${sanitize:+-${sanitize//,/-}}"
+flavour="${CXX:+-$(basename "$CXX")}${sanitize:+-${sanitize//,/-}}${BUILD_TYPE:+-$BUILD_TYPE}"
+[[ -z "${CXXFLAGS:-}" ]] || flavour+="-$(cksum <<<"$CXXFLAGS" | cut -d' ' -f1)"
+build="$root/build/csrc$flavour"
 jobs="$(nproc)"
 
-cmake -S "$root/tests/csrc" -B "$build" -DATTN_EXT_SANITIZE="$sanitize" -DATTN_EXT_WERROR="${ATTN_EXT_WERROR:-OFF}"
+cmake -S "$root/tests/csrc" -B "$build" -DATTN_EXT_SANITIZE="$sanitize" -DATTN_EXT_WERROR="${ATTN_EXT_WERROR:-OFF}" \
+  -DATTN_EXT_KERNEL_SETS="${KERNEL_SETS:-}" -DCMAKE_BUILD_TYPE="${BUILD_TYPE:-}"
 cmake --build "$build" --parallel "$jobs"
 ctest --test-dir "$build" --parallel "$jobs" --output-on-failure --no-tests=error

@@ -261,7 +261,14 @@ struct ScratchMemory {
 
 // Where ThreadSanitizer looks on, all cases run on several threads, and nothing is looked for but races: the
 // plain loops that results are compared with would take many times as long.
-#if defined(__SANITIZE_THREAD__)
+#if defined(__SANITIZE_THREAD__)  // GCC's word for it
+#define ATTN_EXT_THREAD_SANITIZER
+#elif defined(__has_feature)
+#if __has_feature(thread_sanitizer)  // Clang's
+#define ATTN_EXT_THREAD_SANITIZER
+#endif
+#endif
+#if defined(ATTN_EXT_THREAD_SANITIZER)
 constexpr bool kRacesOnly = true;
 #else
 constexpr bool kRacesOnly = false;
@@ -274,7 +281,7 @@ constexpr int kRacingThreads = 3;
 // threads', and so are those that lie a round apart.
 template <typename Function>
 void run_tasks(int64_t count, int threads, Function function) {
-#if defined(__SANITIZE_THREAD__)
+#if defined(ATTN_EXT_THREAD_SANITIZER)
   std::vector<std::thread> team;
   for (int slot = 0; slot < threads; ++slot) {
     team.emplace_back([count, threads, slot, &function] {

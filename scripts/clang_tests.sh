@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# With Clang, warnings as errors: the kernel tests on one instruction set, and the library and the Python module
+# (-O0: they are compiled, not run). CXX names the compiler; else the newest on PATH is taken, or, for root on
+# Debian and Ubuntu, installed. Where none is to be had, it says so and that nothing was checked, and succeeds.
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+find_clang() {
+  local name
+  for name in ${CXX:-} clang++-{30..14} clang++; do
+    if command -v "$name" >/dev/null && "$name" --version | grep -q clang; then
+      echo "$name"
+      return
+    fi
+  done
+  return 1
+}
+
+install_clang() {
+  [[ "$(id -u)" == 0 ]] && command -v apt-get >/dev/null || return 1
+  echo "Installing Clang with apt-get"
+  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends clang; } >/dev/null
+}
+
+if ! clang="$(find_clang)"; then
+  if ! install_clang || ! clang="$(find_clang)"; then
+    echo "SKIPPED: no clang++ on PATH, and none could be installed. Nothing was checked with Clang."
+    exit 0
+  fi
+fi
+"$clang" --version | head -1
+
+CXX="$clang" ATTN_EXT_WERROR=ON KERNEL_SETS="${KERNEL_SETS:-avx2}" "$root/scripts/kernel_tests.sh" none
+
+install_attn_ext test
+build="$root/build/clang"
+PATH="$PATH:$venv/bin"
+torch="$("$venv/bin/python" -c 'import torch; print(torch.utils.cmake_prefix_path)')"
+cmake -S "$root" -B "$build" -G Ninja -DCMAKE_CXX_COMPILER="$clang" -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O0 \
+  -DATTN_EXT_WERROR=ON -DATTN_EXT_PYTHON=ON -DPython_EXECUTABLE="$venv/bin/python" -DCMAKE_PREFIX_PATH="$torch"
+cmake --build "$build"
