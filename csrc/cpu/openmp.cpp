@@ -8,9 +8,9 @@ namespace attn_ext::cpu {
 
 namespace {
 
-/// A program may hold several runtimes, as where Intel's libiomp5 is preloaded. The linker gave torch the first
-/// one in the search order that has the name in the version that GCC asks for, and so does this. A name without
-/// its version may be another library's.
+/// A program may hold several runtimes, as where Intel's libiomp5 is preloaded. The linker gave torch the
+/// first one in the search order that has the name in the version that GCC asks for, and so does this. A name
+/// without its version may be another library's.
 void* find_parallel() {
 #if defined(__GLIBC__)
   if (void* const parallel = dlvsym(RTLD_DEFAULT, "GOMP_parallel", "GOMP_4.0")) {

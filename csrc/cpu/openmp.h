@@ -1,5 +1,5 @@
-// The OpenMP runtime that torch works with, called as GCC's code calls it, whichever compiler builds this: the
-// pragmas of another compiler would bring a second runtime with threads of its own.
+// The OpenMP runtime that torch works with, called as GCC's code calls it, whichever compiler builds this:
+// the pragmas of another compiler would bring a second runtime with threads of its own.
 #pragma once
 
 namespace attn_ext::cpu {
