@@ -6,6 +6,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 import warnings
@@ -259,3 +260,15 @@ def test_another_runtime_before_torch_s_is_not_mixed_with_it(tmp_path, names, ve
         [sys.executable, "-c", COMPARE], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+# Python without a GIL
+
+
+@pytest.mark.skipif(not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="needs a free-threaded Python")
+def test_the_import_does_not_bring_the_gil_back():
+    program = (
+        "import sys, torch; gil = sys._is_gil_enabled(); import attn_ext; assert sys._is_gil_enabled() == gil"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -33,7 +33,9 @@ void add_explain(py::module_& m, std::index_sequence<argument...>) {
 
 }  // namespace
 
-PYBIND11_MODULE(_C, m) {
+// Without a GIL nothing here is in danger: what the module holds (the interned keywords and the ops in
+// calls.cpp) is written while it is imported, and read only from then on.
+PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   attn_ext::add_calls(m);
   m.def("cpu_capability", &attn_ext::cpu_capability);
   m.def("available_cpu_capabilities", &attn_ext::available_cpu_capabilities);
