@@ -1,0 +1,103 @@
+#!/usr/bin/env bash
+# Runs the kernel tests under every compiler, build type and sanitizer that can be had here, and a part of the
+# package's tests under every torch, and writes the results as a table to docs/matrix.md. A row whose compiler or
+# torch cannot be had is written down as such, and so is one that takes too long; neither stops the others.
+#
+#   bash scripts/matrix.sh [PATTERN]   only the rows whose names match the extended regular expression; the others
+#                                      are listed as not run
+#   KERNEL_SETS    of the instruction sets, those of the kernel tests; default: all
+#   ROW_SECONDS    how long a row may take; default: 3600
+#   TORCHES        versions of torch; default: 2.11.0 2.12.0 2.13.0 2.14.0
+#   PART           what of the tests runs with each torch; default: tests/test_forward.py tests/test_backward.py
+set -euo pipefail
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+pattern="${1:-.}"
+limit="${ROW_SECONDS:-3600}"
+table="$root/docs/matrix.md"
+logs="$root/build/matrix"
+mkdir -p "$logs"
+export ATTN_EXT_WERROR=ON
+
+write() {
+  printf '| %s | %s | %s |\n' "$@" | tee -a "$table"
+}
+
+# row NAME VERSION COMMAND...: runs it and writes down how it ended.
+row() {
+  local name="$1" version="$2" start=$SECONDS code=0 result
+  shift 2
+  if ! grep -qE "$pattern" <<<"$name"; then
+    write "$name" "$version" "not run"
+    return
+  fi
+  timeout "$limit" "$@" >"$logs/${name//[^A-Za-z0-9.+-]/_}.log" 2>&1 || code=$?
+  case $code in
+    0) result="passed" ;;
+    124) result="not finished after $limit s" ;;
+    *) result="FAILED (exit status $code)" ;;
+  esac
+  write "$name" "$version" "$result, $((SECONDS - start)) s"
+}
+
+# kernels COMPILER NAME SANITIZER VARIABLE=VALUE...
+kernels() {
+  local compiler="$1" name="kernels, $1, $2" sanitizer="$3"
+  shift 3
+  if ! command -v "$compiler" >/dev/null; then
+    write "$name" "-" "no such compiler here"
+    return
+  fi
+  row "$name" "$("$compiler" --version | head -1)" env CXX="$compiler" "$@" "$root/scripts/kernel_tests.sh" "$sanitizer"
+}
+
+# In an environment of its own, with a CPU build of torch: one that asks for CUDA's libraries is left alone.
+with_torch() {
+  local version="$1" venv="$logs/torch-$1" wanted name="package, torch $1"
+  if ! grep -qE "$pattern" <<<"$name"; then
+    write "$name" "-" "not run"
+    return
+  fi
+  python3 -m venv "$venv"
+  "$venv/bin/python" -m pip install --quiet --upgrade pip
+  # Without its dependencies the wheel itself is fetched at most, and asked what it needs.
+  if ! "$venv/bin/python" -m pip install --quiet --dry-run --no-deps --report "$logs/torch.json" "torch==$version"; then
+    write "$name" "-" "cannot be had"
+    return
+  fi
+  wanted="$(python3 -c '
+import json, sys
+(wheel,) = json.load(open(sys.argv[1]))["install"]
+print(wheel["metadata"]["version"], *[r for r in wheel["metadata"].get("requires_dist", []) if r.startswith("nvidia")])
+' "$logs/torch.json")"
+  if [[ "$wanted" == *nvidia* ]]; then
+    write "$name" "${wanted%% *}" "no CPU wheel can be had"
+    return
+  fi
+  "$venv/bin/python" -m pip install --quiet "torch==$version"
+  # shellcheck disable=SC2086  # a word for each file
+  row "$name" "${wanted%% *}" env ATTN_EXT_VENV="$venv" "$root/scripts/test.sh" ${PART:-tests/test_forward.py tests/test_backward.py}
+}
+
+cat >"$table" <<EOF
+# Compilers, sanitizers and versions of torch
+
+Written by \`scripts/matrix.sh\` on $(date +%F), on $(uname -m), $(. /etc/os-release && echo "$PRETTY_NAME"), glibc $(getconf GNU_LIBC_VERSION | cut -d' ' -f2).
+Kernel tests on the instruction sets: ${KERNEL_SETS:-all}; warnings are errors. "not run" says what it says.
+
+| what | version | result |
+|---|---|---|
+EOF
+
+for compiler in g++ g++-11 clang++-14 clang++-15 clang++-16 clang++-19; do
+  kernels "$compiler" "Release" none
+done
+for compiler in g++ clang++-14; do
+  kernels "$compiler" "Debug" none BUILD_TYPE=Debug
+  kernels "$compiler" "Release with -D_GLIBCXX_ASSERTIONS" none CXXFLAGS=-D_GLIBCXX_ASSERTIONS
+  kernels "$compiler" "Release with -march=native" none CXXFLAGS=-march=native
+  kernels "$compiler" "ThreadSanitizer" thread
+  kernels "$compiler" "UndefinedBehaviorSanitizer" undefined
+done
+for version in ${TORCHES:-2.11.0 2.12.0 2.13.0 2.14.0}; do
+  with_torch "$version"
+done
