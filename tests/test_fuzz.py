@@ -1,0 +1,128 @@
+"""The fuzzer: a minute of fixed seeds on every instruction set, and that it finds what is planted."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import attn_ext
+
+FUZZ = Path(__file__).parent / "fuzz"
+SUBJECTS = [*attn_ext.available_cpu_capabilities(), "reference"]
+
+pytestmark = pytest.mark.skipif(
+    attn_ext.cpu_capability() == "aten", reason="it forces every capability itself"
+)
+
+
+def fuzz(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, str(FUZZ / "fuzz.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+
+
+@pytest.mark.parametrize("capability", SUBJECTS)
+def test_random_calls_agree_with_the_formulas(capability):
+    done = fuzz("--capability", capability, "--cases", "1000", "--seed", "0", "--max-found", "5")
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    assert f"{capability}: 1000 cases, 0 mismatches" in done.stdout
+
+
+# What is planted is found
+
+
+@pytest.fixture
+def tools(monkeypatch: pytest.MonkeyPatch):
+    """The fuzzer's modules, by their names."""
+    monkeypatch.syspath_prepend(FUZZ)
+    import cases
+    import check
+
+    return cases, check
+
+
+def wrong_scale(query, key, value, *, original, **options):
+    return original(query, key, value, **{**options, "scale": (options.get("scale") or 0.5) * 1.001})
+
+
+def wrong_triangle(query, key, value, *, original, **options):
+    later = options.get("query_offset", 0) + 1
+    return original(query, key, value, **{**options, "query_offset": later})
+
+
+def masked_nan_leaks(query, key, value, *, original, **options):
+    leak = value.sum(-2, keepdim=True) * 0
+    return original(query, key, value, **options) + leak
+
+
+def no_gradient_of_key(query, key, value, *, original, **options):
+    return original(query, key.detach(), value, **options)
+
+
+def wrong_dropout(query, key, value, *, original, **options):
+    torch.rand(1)
+    return original(query, key, value, **options)
+
+
+def raises(query, key, value, *, original, **options):
+    if options.get("softcap"):
+        raise RuntimeError("planted")
+    return original(query, key, value, **options)
+
+
+@pytest.mark.parametrize(
+    ("plant", "kind", "needed"),
+    [
+        (wrong_scale, "numbers", {"float64", "float32"}),
+        (wrong_triangle, "numbers", {"is_causal", "window_left", "window_right"}),
+        (masked_nan_leaks, "non-finite", {"plant:nan"}),
+        (no_gradient_of_key, "numbers", {"sdpa"}),
+        (wrong_dropout, "numbers", {"dropout_p"}),
+        (raises, "exception", {"softcap"}),
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+def test_a_planted_fault_is_found_and_shrunk(tools, monkeypatch, plant: Callable, kind, needed):
+    cases, check = tools
+    original = attn_ext.sdpa
+    monkeypatch.setattr(attn_ext, "sdpa", lambda *args, **kw: plant(*args, original=original, **kw))
+    drawn = (dataclasses.replace(cases.draw_case(7, n), op="sdpa", incoming=("output",)) for n in range(3000))
+    # Where NaN is planted, nothing else that is special: the shrinking would go after that.
+    plain = {"plant:inf", "plant:-inf", "plant:1e30", "sinks", "softcap", "dim:0", "scale"}
+    chosen = (case for case in drawn if case.valid and case.features() & needed)
+    if kind == "non-finite":
+        chosen = (c for c in chosen if not c.features() & plain and not c.mask.startswith("bias"))
+    tried = (check.check(case, "attn_ext") for case in chosen)
+    found = next(mismatch for mismatch in tried if mismatch and mismatch.kind == kind)
+    small = check.minimise(found, lambda case: check.check(case, "attn_ext")).case
+    assert small.features() & needed
+    assert small.scores <= 16 and max(small.d, small.dv) <= 4
+    assert len(small.options) + len(small.plants) + len(small.layouts) + bool(small.mask) <= 2, small
+
+
+def test_a_process_that_dies_is_found_and_shrunk():
+    few = ("--cases", "20", "--max-found", "1")
+    done = fuzz("--capability", attn_ext.cpu_capability(), "--plant", "is_causal", *few)
+    assert done.returncode == 1
+    told = re.search(r"^==== .*: crash", done.stdout, re.M)
+    assert told and "Fatal Python error: Aborted" in done.stdout, done.stdout
+    case = re.search(r"^# (Case\(.*\))$", done.stdout, re.M)
+    assert case and "('is_causal', True)" in case[1] and "mask" not in case[1]
+
+
+def test_a_case_is_printed_as_a_program_that_runs(tools):
+    cases, _ = tools
+    wanted = {"attn_mask": False, "sinks": False, "dropout_p": False, "layout": False}
+    for number in range(200):
+        case = cases.draw_case(11, number)
+        seen = {"attn_mask": bool(case.mask), "sinks": bool(case.sinks), "layout": bool(case.layouts)}
+        seen["dropout_p"] = "dropout_p" in case.features()
+        if case.d and any(seen[n] and not wanted[n] for n in wanted):
+            wanted = {n: wanted[n] or seen[n] for n in wanted}
+            exec(compile(case.snippet("output", "avx2", "told"), "snippet", "exec"), {})
+    assert all(wanted.values())
+    torch.set_num_threads(1)
