@@ -1,0 +1,224 @@
+"""Every memory allocation of a call fails once: that is one exception, and the next call is unharmed.
+
+    python tests/fuzz/faults.py
+    python tests/fuzz/faults.py --capability avx2 --only 'tiles*'
+
+For each path and n = 1, 2, 3 ... the n-th allocation under the library's code fails (``faults.cpp``,
+preloaded), until a call meets no failure any more. Each call must then raise MemoryError or RuntimeError, or,
+where it can do without that memory, give the bits it always gives; and the call after it must give them too.
+A process that dies is told with its n, and the next one goes on after it. The exit status is 1 if anything
+was wrong.
+"""
+
+import argparse
+import ctypes
+import faulthandler
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from cases import OPS, SIDE, Case, Plant
+from fuzz import progress
+from subjects import run
+
+HERE = Path(__file__).parent
+MOST = 2000  # allocations of a call
+
+# Shapes for each way through forward and backward, as in tests/tools/digest_cases.py
+_WAYS = {
+    "few_rows": {"lq": 4, "lk": 300, "d": 16, "dv": 16},
+    "few_keys": {"lq": 40, "lk": 70, "d": 16, "dv": 20},
+    "tiles": {"lq": 70, "lk": 230, "d": 16, "dv": 24},
+    "split": {"lq": 19, "lk": 1100, "d": 8, "dv": 16},
+    "online": {"lq": 40, "lk": 1090, "d": 16, "dv": 8},
+    "phases": {"lq": 513, "lk": 520, "d": 8, "dv": 8},
+}
+
+
+def paths() -> Iterator[tuple[str, Case]]:
+    """Every path, and on it every kind of extra memory that a call may want."""
+    nan_hidden = Plant("value", 1.0, "nan"), Plant("key", 1.0, "nan")
+    kinds: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "threads": {"threads": 2},
+        "bfloat16": {"dtype": "bfloat16", "threads": 2},
+        "careful": {"plants": nan_hidden, "mask": "padding", "mask_ones": (2, 3)},
+        "careful_bfloat16": {"plants": nan_hidden, "dtype": "bfloat16", "options": (("is_causal", True),)},
+        "careful_threads": {"plants": nan_hidden, "mask": "padding", "mask_ones": (2,), "threads": 2},
+        "bias": {"mask": "bias", "mask_ones": (4, 3), "sinks": "normal", "threads": 2},
+        "dropout": {"options": (("dropout_p", 0.3), ("softcap", 2.0))},
+        "transposed": {"layouts": tuple((n, "transposed") for n in ("query", "key", "value", "grad_output"))},
+        "broadcast": {"ones": ("key.0", "value.0", "key.h", "value.h"), "threads": 2},
+    }
+    for way, shape in _WAYS.items():
+        for kind, more in kinds.items():
+            if way == "phases" and kind not in ("plain", "threads", "bias"):
+                continue
+            for op in OPS if kind in ("plain", "bias", "careful") else ("sdpa",):
+                incoming = ("output", SIDE[op]) if op in SIDE else ("output",)
+                case = Case(op=op, batch=(2,), heads=2, incoming=incoming, seed=5, **{**shape, **more})
+                yield f"{way}/{kind}/{op}", case
+                yield f"{way}/{kind}/{op}/forward", replace(case, incoming=())
+
+
+# The process in which allocations fail ---------------------------------------------------------------
+
+
+def code_of_the_library() -> tuple[int, int]:
+    """The addresses of the library's code."""
+    lines = [
+        line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "libattn_ext.so" in line
+    ]
+    ranges = [tuple(int(a, 16) for a in words[0].split("-")) for words in lines if "x" in words[1]]
+    return min(r[0] for r in ranges), max(r[1] for r in ranges)
+
+
+def bits(results: dict[str, torch.Tensor]) -> list[bytes]:
+    """The bytes of every result, one pattern for every NaN."""
+    return [t.double().masked_fill(t.isnan(), 1e300).numpy().tobytes() for t in results.values()]
+
+
+def work(names: Sequence[str], first: int, at: Path) -> None:
+    """Try paths one after the other; print a line of JSON for each."""
+    import attn_ext  # noqa: F401  (loads the library)
+
+    faulthandler.enable()
+    faults = ctypes.CDLL(None)
+    faults.attn_ext_faults_end.restype = ctypes.c_int64
+    cases = dict(paths())
+    for name in names:
+        message = fail_each(cases[name], name, faults, first, at)
+        print(json.dumps({"name": name, **message}), flush=True)
+        first = 1
+
+
+def fail_each(case: Case, name: str, faults: Any, first: int, at: Path) -> dict[str, Any]:
+    """Let allocation ``first`` of a call fail, then the next and so on; what came of it."""
+    begin, end = (ctypes.c_size_t(a) for a in code_of_the_library())
+    tensors = case.build()
+    torch.set_num_threads(case.threads)
+    expected = bits(run(case, tensors, "attn_ext"))
+    wrong: list[str] = []
+    kinds: Counter[str] = Counter()
+    for n in range(first, MOST):
+        at.write_text(f"{name} {n}")
+        results, told = None, "no exception"
+        faults.attn_ext_faults_begin(ctypes.c_int64(n), begin, end)
+        try:
+            results = run(case, tensors, "attn_ext")
+        except (MemoryError, RuntimeError) as error:
+            told = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:60]}"
+        except BaseException as error:
+            wrong.append(f"allocation {n}: {type(error).__name__}: {error}")
+        met = faults.attn_ext_faults_end() < 0
+        if results is not None and bits(results) != expected:
+            wrong.append(f"allocation {n}: another result and no exception")
+        if not met:
+            break
+        kinds[told] += 1
+        if bits(run(case, tensors, "attn_ext")) != expected:
+            wrong.append(f"allocation {n}: the call after it gives another result")
+    return {"tried": n - first, "wrong": wrong, "kinds": kinds}
+
+
+# The process that starts them ------------------------------------------------------------------------
+
+
+def build_library(folder: Path) -> Path:
+    """Compile what is preloaded."""
+    library = folder / "faults.so"
+    command = [
+        os.environ.get("CXX", "c++"),
+        "-std=c++17",
+        "-O1",
+        "-fPIC",
+        "-shared",
+        str(HERE / "faults.cpp"),
+    ]
+    subprocess.run([*command, "-o", str(library)], check=True)
+    return library
+
+
+def try_paths(names: Sequence[str], capability: str, library: Path, at: Path) -> Iterator[dict[str, Any]]:
+    """For each path how many allocations failed, what was wrong, and how the calls ended."""
+    environment = os.environ | {"LD_PRELOAD": str(library), "ATTN_EXT_CPU_CAPABILITY": capability}
+    left, first = list(names), 1
+    while left:
+        command = [
+            sys.executable,
+            __file__,
+            "--worker",
+            ",".join(left),
+            "--first",
+            str(first),
+            "--at",
+            str(at),
+        ]
+        with (at.parent / "errors").open("w+") as errors:
+            process = subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+            )
+            assert process.stdout is not None
+            for line in process.stdout:
+                message = json.loads(line)
+                left.remove(message["name"])
+                yield message
+            if process.wait() == 0:
+                return
+            errors.seek(0)
+            told = [
+                line for line in errors.read().splitlines() if "libattn_ext" in line or "terminate" in line
+            ]
+        name, n = at.read_text().split()
+        died = f"allocation {n}: the process ended with {process.returncode}: {' | '.join(told[-6:])}"
+        yield {"name": name, "tried": 0, "wrong": [died], "kinds": {}}
+        first = int(n) + 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status: 1 if anything was wrong."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--capability", action="append", help="instruction set or aten; default: the best")
+    parser.add_argument("--only", action="append", help="a pattern of paths' names")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--first", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--at", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.worker:
+        work(options.worker.split(","), options.first, options.at)
+        return 0
+    import attn_ext
+
+    names = [n for n, _ in paths() if any(fnmatchcase(n, p) for p in options.only or ["*"])]
+    total, wrongs, kinds = 0, 0, Counter[str]()
+    with tempfile.TemporaryDirectory() as folder:
+        library = build_library(Path(folder))
+        for capability in options.capability or [attn_ext.cpu_capability()]:
+            with progress(len(names), " paths") or nullcontext() as bar:
+                for message in try_paths(names, capability, library, Path(folder) / "at"):
+                    total, wrongs = total + message["tried"], wrongs + len(message["wrong"])
+                    kinds.update(message["kinds"])
+                    for line in message["wrong"]:
+                        print(f"{capability} {message['name']}: {line}", flush=True)
+                    if bar is not None:
+                        bar.update()
+    for told, count in kinds.most_common():
+        print(f"{count:7} {told}")
+    print(f"{total} failed allocations on {len(names)} paths, {wrongs} wrong")
+    return int(wrongs > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

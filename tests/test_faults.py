@@ -1,0 +1,38 @@
+"""Every memory allocation of a call may fail: one exception, and the next call is unharmed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import attn_ext
+
+FAULTS = Path(__file__).parent / "fuzz" / "faults.py"
+QUICK = ("few_rows/plain/sdpa*", "few_keys/careful*/sdpa*", "tiles/bias/sdpa", "tiles/careful_threads/*")
+QUICK += ("*/threads/sdpa", "*/dropout/sdpa", "*/transposed/sdpa", "*/broadcast/sdpa", "split/careful/*")
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="malloc is replaced by preloading")
+
+
+def run(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(FAULTS), *arguments], capture_output=True, text=True, check=False, timeout=900
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("capability", dict.fromkeys([attn_ext.cpu_capability(), "aten"]))
+def test_a_failed_allocation_is_one_exception(capability):
+    printed = run("--capability", capability, *(f"--only={pattern}" for pattern in QUICK))
+    assert " 0 wrong" in printed
+    failed = int(printed.splitlines()[-1].split()[0])
+    assert failed > 500, printed
+    assert "bad_alloc" in printed and "DefaultCPUAllo" in printed, printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", attn_ext.available_cpu_capabilities())
+def test_a_failed_allocation_is_one_exception_on_every_path(capability):
+    assert " 0 wrong" in run("--capability", capability)
