@@ -47,14 +47,17 @@ _WAYS = {
 
 def paths() -> Iterator[tuple[str, Case]]:
     """Every path, and on it every kind of extra memory that a call may want."""
-    nan_hidden = Plant("value", 1.0, "nan"), Plant("key", 1.0, "nan")
+    nan_hidden = (
+        Plant("value", 0.3, "nan"),
+        Plant("key", 0.6, "nan"),
+    )  # by holes, so that they are computed with
     kinds: dict[str, dict[str, Any]] = {
         "plain": {},
         "threads": {"threads": 2},
         "bfloat16": {"dtype": "bfloat16", "threads": 2},
-        "careful": {"plants": nan_hidden, "mask": "padding", "mask_ones": (2, 3)},
+        "careful": {"plants": nan_hidden, "mask": "bool", "mask_ones": (3,)},
         "careful_bfloat16": {"plants": nan_hidden, "dtype": "bfloat16", "options": (("is_causal", True),)},
-        "careful_threads": {"plants": nan_hidden, "mask": "padding", "mask_ones": (2,), "threads": 2},
+        "careful_threads": {"plants": nan_hidden, "mask": "bool", "threads": 2},
         "bias": {"mask": "bias", "mask_ones": (4, 3), "sinks": "normal", "threads": 2},
         "dropout": {"options": (("dropout_p", 0.3), ("softcap", 2.0))},
         "transposed": {"layouts": tuple((n, "transposed") for n in ("query", "key", "value", "grad_output"))},
