@@ -4,7 +4,9 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,13 +25,57 @@ def run(*arguments: str) -> int:
     return main(["bench", *QUICK, *arguments])
 
 
+class Clock:
+    """In place of the machine's clock: moves as calls say that they take time, and `tick` whenever it is
+    read. `waited` is how long one of two threads has stood in line for a processor."""
+
+    def __init__(self, monkeypatch, tick: float = 0.0) -> None:
+        self.now, self.tick, self.waited = 0.0, tick, 0.0
+        monkeypatch.setattr(timing, "perf_counter", self.read)
+        monkeypatch.setattr(timing, "cpu_waits", lambda: {"1": 0.0, "2": self.waited})
+
+    def read(self) -> float:
+        self.now += self.tick
+        return self.now
+
+    def taking(self, *seconds: float):
+        """A call that takes so long; with several, the next from call to call, and the last from then on."""
+        left = list(seconds)
+
+        def call() -> None:
+            self.now += left.pop(0) if len(left) > 1 else left[0]
+
+        return call
+
+    def waiting(self, seconds: float, waited: float):
+        """A call in which a thread waits for a processor."""
+
+        def call() -> None:
+            self.now += seconds
+            self.waited += waited
+
+        return call
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    return Clock(monkeypatch)
+
+
 class TestCommand:
+    @pytest.fixture(autouse=True)
+    def ticking(self, monkeypatch) -> Clock:
+        """Every sample takes as long, however busy the machine is that runs the tests."""
+        return Clock(monkeypatch, tick=2**-13)
+
     def test_prints_a_table_with_peers_ratio_and_limit(self, capsys):
         assert run("--shape", "1,2,2,16,16,8,8") == 0
         printed = capsys.readouterr().out
         assert re.search(r"^1 threads, \w+; measured in this run: float32 \d+ GF/s, .* GB/s$", printed, re.M)
-        assert re.search(r"^cell +attn_ext +F\.sdpa +eager +to the best +of the limit$", printed, re.M)
-        assert re.search(r"^1,2,2,16,16,8,8( +[\d.]+ (µs|ms)){3} +[\d.]+ x ", printed, re.M)
+        assert re.search(
+            r"^cell +attn_ext +F\.sdpa +eager +to the best +of the limit +spread$", printed, re.M
+        )
+        assert re.search(r"^1,2,2,16,16,8,8( +[\d.]+ (µs|ms)){3} +[\d.]+ x +\S+ +\d+%$", printed, re.M)
 
     def test_takes_cells_of_the_grid_by_wildcard(self, capsys):
         assert run("--cells", "tiny*") == 0
@@ -45,7 +91,9 @@ class TestCommand:
     def test_markdown(self, capsys):
         assert run("--shape", "1,1,1,8,8,8,8", "--markdown") == 0
         printed = capsys.readouterr().out
-        assert re.search(r"^\| 1,1,1,8,8,8,8 \|( [\d.]+ (µs|ms) · \d+ \|){3} [\d.]+ x \|", printed, re.M)
+        assert re.search(
+            r"^\| 1,1,1,8,8,8,8 \|( [\d.]+ (µs|ms) · \d+ \|){3} [\d.]+ x \| \S+ \| \d+% \|", printed, re.M
+        )
 
     def test_json_holds_everything(self, tmp_path):
         file = tmp_path / "numbers.json"
@@ -61,7 +109,10 @@ class TestCommand:
         assert all(seconds > 0 for seconds in result["seconds"].values())
         assert all(error < 1e-5 for error in result["errors"].values())
         assert result["best_peer"] in ("F.sdpa", "eager")
-        assert 0 < result["fraction"] < 1.5
+        assert result["fraction"] > 0
+        assert set(result["spread"]) == set(result["seconds"])
+        assert result["stalled"] == []
+        assert numbers["not_installed"] == []
 
     def test_plot(self, tmp_path):
         pytest.importorskip("matplotlib")
@@ -73,7 +124,7 @@ class TestCommand:
         assert (
             run("--shape", "1,2,2,16,16,8,8", "--mask", "bias", "--without", "--mode", "fwd", "dropout") == 0
         )
-        assert capsys.readouterr().out.count(" kept\n") == 2
+        assert len(re.findall(r" kept +spread\n", capsys.readouterr().out)) == 2
 
     def test_threads_are_put_back(self):
         before = torch.get_num_threads()
@@ -140,6 +191,52 @@ class TestCommand:
         printed = capsys.readouterr()
         assert "interrupted" in printed.err
         assert re.search(r"^tiny  ", printed.out, re.M)
+
+    def test_what_a_busy_machine_spoils_has_no_ratio(self, capsys, ticking, tmp_path):
+        """A thread waits for most of each tick: the blocks agree with each other all the same."""
+        read = ticking.read
+
+        def starved() -> float:
+            ticking.waited += 0.9 * ticking.tick
+            return read()
+
+        timing.perf_counter = starved  # put back with the fixture's
+        file = tmp_path / "numbers.json"
+        assert run("--cells", "tiny*", "--json", str(file)) == 0
+        printed = capsys.readouterr()
+        assert re.search(r"^tiny( +stalled){3} +- +- +-$", printed.out, re.M)
+        assert "geometric mean" not in printed.out
+        assert " x" not in printed.out
+        assert printed.err.count("warning: ") == 1
+        assert "stalled, not measured" in printed.err
+        assert "  tiny, float32, forward: attn_ext, F.sdpa, eager\n" in printed.err
+        result = json.loads(file.read_text())["results"][0]
+        assert (result["seconds"], result["ratio"], result["fraction"]) == ({}, None, None)
+
+    def test_a_quiet_machine_is_not_warned_about(self, capsys):
+        assert run("--cells", "tiny*") == 0
+        printed = capsys.readouterr()
+        assert "warning" not in printed.err
+        assert printed.out.endswith("geometric mean 1.00 x the best peer, ahead of it everywhere\n")
+
+    @pytest.mark.parametrize("named", [True, False])
+    def test_says_who_is_not_installed_and_how_to_have_them(self, capsys, monkeypatch, tmp_path, named):
+        absent = ("onnxruntime", "onnx", "openvino")
+        monkeypatch.setattr(peers, "find_spec", lambda name: None if name in absent else name)
+        chosen = ["--peers", "F.sdpa", "onnxruntime", "openvino"] if named else []
+        file = tmp_path / "numbers.json"
+        few = ["--threads", "1", "--rounds", "2", "--block", "0.01", "--cells", "tiny", "--json", str(file)]
+        assert main(["bench", *few, *chosen]) == 0
+        said = "not installed, so left out: onnxruntime, openvino; to have them: pip install "
+        printed = capsys.readouterr()
+        assert printed.err == f"{said}onnxruntime onnx openvino\n"  # before minutes of measuring
+        assert f"\n{said}onnxruntime onnx openvino\n\n" in printed.out  # and with the table
+        assert json.loads(file.read_text())["not_installed"] == ["onnxruntime", "openvino"]
+
+    def test_says_nothing_of_peers_that_are_not_wanted(self, capsys, monkeypatch):
+        monkeypatch.setattr(peers, "find_spec", lambda name: None)
+        assert run("--cells", "tiny") == 0
+        assert "not installed" not in "".join(capsys.readouterr())
 
 
 class TestWork:
@@ -210,23 +307,77 @@ class TestPeers:
 
 
 class TestTiming:
-    def test_blocks_alternate(self):
+    """By a clock that moves as the calls say."""
+
+    METHOD = timing.Method(block=0.01, rounds=5)
+
+    def measure(self, call, method: timing.Method = METHOD) -> timing.Timing:
+        return timing.alternate({"": call}, method)[""]
+
+    def test_blocks_alternate(self, clock):
         order = []
-        calls = {"a": lambda: order.append("a"), "b": lambda: order.append("b")}
-        timing.alternate(calls, timing.Method(block=1e-3, rounds=3))
+        take = clock.taking(1e-3)
+        calls = {name: lambda name=name: (order.append(name), take()) for name in ("a", "b")}
+        timing.alternate(calls, timing.Method(block=0.01, rounds=3))
         switches = [now for before, now in zip(["", *order], order, strict=False) if now != before]
         assert switches == ["a", "b"] * 3
 
-    def test_short_calls_are_timed_several_at_once(self):
-        timings = timing.alternate({"short": lambda: None}, timing.Method(block=1e-3, rounds=2))
-        assert timings["short"].calls_per_sample > 10
-        assert 0 < timings["short"].seconds < 1e-5
+    def test_short_calls_are_timed_several_at_once(self, clock):
+        found = self.measure(clock.taking(1e-7))
+        assert found.calls_per_sample == 500
+        assert found.seconds == pytest.approx(1e-7)
 
-    def test_a_slow_contender_has_enough_after_the_limit(self):
-        calls = []
-        clock = timing.Method(block=1e-3, rounds=50, limit=1e-9)
-        timing.alternate({"slow": lambda: calls.append(sum(range(100_000)))}, clock)
-        assert len(calls) < 10
+    def test_a_slow_contender_has_enough_after_the_limit(self, clock):
+        found = self.measure(clock.taking(1.0), timing.Method(block=0.3, rounds=50, limit=2.5))
+        assert [len(block.samples) for block in found.blocks] == [1, 1, 1]
+
+    def test_a_block_has_calls_enough_for_a_median(self, clock):
+        found = self.measure(clock.taking(0.2), timing.Method(block=0.3, rounds=2))
+        assert [len(block.samples) for block in found.blocks] == [3, 3]
+
+    def test_one_call_that_hangs_does_not_count(self, clock):
+        hangs = [1e-3] * 5 + [0.5] + [1e-3]
+        assert self.measure(clock.taking(*hangs)).seconds == pytest.approx(1e-3)
+
+    def test_blocks_that_stalled_are_measured_again(self, clock):
+        stalled = [4e-3] * 6  # the first two blocks and their warm-up
+        found = self.measure(clock.taking(*stalled, 1e-3))
+        assert len(found.blocks) > 5
+        assert len(found.steady) == 5
+        assert found.seconds == pytest.approx(1e-3)
+        assert found.spread == pytest.approx(0.0)
+
+    def test_blocks_while_a_thread_waits_for_a_processor_are_no_measure(self, clock):
+        """The trap: they agree to the last digit."""
+        found = self.measure(clock.waiting(24e-3, 16e-3))
+        assert [block.seconds for block in found.blocks] == pytest.approx([24e-3] * 10)
+        assert found.seconds is None
+        assert found.spread is None
+
+    def test_a_short_wait_does_no_harm(self, clock):
+        assert self.measure(clock.waiting(1e-3, 0.1e-3)).seconds == pytest.approx(1e-3)
+
+    def test_one_of_many_contenders_stalls_alone(self, clock):
+        calls = {"ours": clock.taking(1e-3), "theirs": clock.waiting(24e-3, 16e-3)}
+        turns = []
+        found = timing.alternate(calls, self.METHOD, lambda name, turn: turns.append((name, turn)))
+        assert found["ours"].seconds == pytest.approx(1e-3)
+        assert found["theirs"].seconds is None
+        assert [name for name, turn in turns if turn >= 5] == ["theirs"] * 5
+
+    def test_spread_is_between_the_quartiles_of_the_blocks(self):
+        def spread(*seconds: float) -> float | None:
+            return timing.Timing(print, [timing.Block([s]) for s in seconds]).spread
+
+        assert spread(1.0, 1.0, 1.9, 1.0, 1.0) == 0.0  # one may be anywhere
+        assert spread(1.0, 1.1, 1.2, 1.3, 1.4) == pytest.approx(0.2 / 1.2)
+        assert spread(1.0) is None
+
+    @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel does not count")
+    def test_waits_of_threads_are_those_that_the_kernel_counts(self):
+        first, second = timing.cpu_waits(), timing.cpu_waits()
+        own = str(threading.get_native_id())
+        assert 0.0 <= first[own] <= second[own]
 
 
 class TestReport:
@@ -235,6 +386,9 @@ class TestReport:
         return report.Result(
             "cell", SMALL, "none", "float32", "fwd", "aten (aten)", 1e9, 0, times, {}, False, 0.5
         )
+
+    def busy(self, spread=None, stalled=(), **seconds: float) -> report.Result:
+        return replace(self.result(**seconds), spread=spread or {}, stalled=stalled)
 
     def test_ratio_is_to_the_best_peer(self):
         result = self.result(attn_ext=2e-3, F_sdpa=8e-3, eager=5e-3, without=1e-3)
@@ -245,7 +399,60 @@ class TestReport:
     def test_without_a_peer_there_is_no_ratio(self):
         result = self.result(attn_ext=2e-3)
         assert result.ratio is None
-        assert report.as_table([result]).splitlines()[-1].split() == ["cell", "2.00", "ms", "-", "0.50"]
+        assert report.as_table([result]).splitlines()[-1].split() == ["cell", "2.00", "ms", "-", "0.50", "-"]
+
+    def test_no_ratio_where_any_peer_stalled(self):
+        """It might have been the best."""
+        result = self.busy(attn_ext=2e-6, eager=5e-6, stalled=("F.sdpa",))
+        assert result.ratio is None
+        row = report.as_table([result]).splitlines()[-1]
+        assert row.split()[:5] == ["cell", "2.00", "µs", "stalled", "5.00"]
+        assert " x" not in row
+
+    def test_no_ratio_where_ours_stalled(self):
+        result = replace(self.busy(eager=5e-6, without=1e-6, stalled=("attn_ext",)), fraction=None)
+        assert (result.ratio, result.kept, result.bounded) == (None, None, False)
+        assert report.as_table([result]).splitlines()[-1].split()[:2] == ["cell", "stalled"]
+
+    def test_our_own_call_without_mask_may_stall(self):
+        result = self.busy(attn_ext=2e-6, eager=4e-6, stalled=("without",))
+        assert result.ratio == pytest.approx(2.0)
+        assert result.kept is None
+
+    def test_a_ratio_of_unsteady_blocks_is_marked(self):
+        spread = {"attn_ext": 0.02, "F.sdpa": 0.5, "eager": 0.11}
+        result = self.busy(attn_ext=1e-3, F_sdpa=9e-3, eager=2e-3, spread=spread)
+        assert report.as_table([result]).splitlines()[-1].split()[-4:] == ["~2.00", "x", "0.50", "50%"]
+        far = {"attn_ext": 0.02, "F.sdpa": 0.5, "eager": 0.09}
+        assert not replace(result, spread=far).rough  # of one that is not in the ratio
+
+    def test_the_mean_says_what_it_lacks(self):
+        good = self.busy(attn_ext=1e-3, eager=2e-3)
+        rough = replace(good, cell="rough", spread={"eager": 0.2})
+        stalled = replace(self.busy(attn_ext=1e-3, stalled=("eager",)), cell="stalled")
+        table = report.as_table([good, rough, stalled, good])
+        mean = "geometric mean 2.00 x the best peer; rough in rough; not measured in stalled"
+        assert table.splitlines()[-1] == mean
+
+    def test_one_warning_names_all_that_is_no_good(self):
+        good = self.busy(attn_ext=1e-3, eager=2e-3, spread={"attn_ext": 0.1, "eager": 0.0})
+        assert report.warning([good]) is None
+        rough = replace(good, spread={"attn_ext": 0.0, "eager": 0.2})
+        stalled = self.busy(attn_ext=1e-3, stalled=("F.sdpa", "eager"))
+        text = report.warning([good, rough, stalled, rough])
+        assert text.count("warning") == 1
+        assert text.count("cell, float32, forward: eager 20%") == 2
+        assert "cell, float32, forward: F.sdpa, eager" in text
+
+    def test_is_made_of_the_blocks(self):
+        problem = cells.make_problem(Cell("", SMALL), "fwd", torch.float32)
+        blocks = [timing.Block([second]) for second in (1.0, 1.1, 1.2)]
+        waiting = [timing.Block([1.0], waiting=0.9)]
+        timings = {"attn_ext": timing.Timing(print, blocks), "eager": timing.Timing(print, waiting)}
+        result = report.make_result(problem, timings, {}, machine.Machine(1, "avx2", 1e9, 1e9, 1e9))
+        assert result.seconds == {"attn_ext": 1.1}
+        assert result.spread == {"attn_ext": pytest.approx(0.1 / 1.1)}
+        assert result.stalled == ("eager",)
 
     def test_says_where_it_is_behind(self):
         fast, slow = self.result(attn_ext=1e-3, eager=2e-3), self.result(attn_ext=2e-3, eager=1e-3)
@@ -265,6 +472,15 @@ class TestReport:
         ours, theirs = figure.axes[0].containers
         assert [ours[0].get_width(), theirs[0].get_width()] == [0.5, 0.25]
         assert figure.axes[0].texts[0].get_text() == "2.0 x"
+
+    def test_bars_leave_out_what_stalled(self):
+        pytest.importorskip("matplotlib")
+        limits = machine.Machine(2, "avx2", 1e11, 2e11, 1e10)
+        stalled = replace(self.busy(eager=2e-3, stalled=("attn_ext",)), fraction=None)
+        figure = chart.draw_bars([stalled], limits)
+        ours, theirs = figure.axes[0].containers
+        assert [ours[0].get_width(), theirs[0].get_width()] == [0.0, 1.0]
+        assert not figure.axes[0].texts
 
 
 def test_peaks_grow_with_the_instruction_set():

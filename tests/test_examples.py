@@ -1,6 +1,7 @@
 """The programs of `examples/` and `benchmarks/`, at a size that takes a moment."""
 
 import importlib.util
+import itertools
 import re
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from attn_ext.benchmark import timing
 
 ROOT = Path(__file__).parents[1]
 
@@ -96,16 +99,24 @@ class TestTrainingStep:
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_prints_a_row_for_each_layer(self, training_step, capsys, monkeypatch, dtype):
+        monkeypatch.setattr(timing, "perf_counter", itertools.count().__next__)  # however busy the machine is
+        monkeypatch.setattr(timing, "cpu_waits", dict)
         small = {
             name: training_step.Setting(setting.make, (2, 49, setting.input[-1]), setting.padded)
             for name, setting in training_step.SETTINGS.items()
         }
         monkeypatch.setattr(training_step, "SETTINGS", small)
-        training_step.main(["--dtype", dtype, "--rounds", "1", "--block", "0.001", "--threads", "1"])
+        training_step.main(["--dtype", dtype, "--rounds", "2", "--block", "0.001", "--threads", "1"])
         rows = re.findall(
-            r"^\| (\S+) +\| (\S+) +\| +[\d.]+ \| +[\d.]+ \| [\d.]+ x \|$", capsys.readouterr().out, re.M
+            r"^\| (\S+) +\| (\S+) +\| +[\d.]+ \| +[\d.]+ \| +1.00 x \| +0% \|$", capsys.readouterr().out, re.M
         )
         assert rows == [(name, dtype) for name in small]
+
+    def test_a_row_of_what_stalled_has_no_ratio(self, training_step):
+        steady = timing.Timing(print, [timing.Block([1e-3]), timing.Block([1.2e-3])])
+        stalled = timing.Timing(print, [timing.Block([1e-3], waiting=0.5)])
+        assert training_step.as_row({"ours": steady, "theirs": stalled}) == ["1.10", "stalled", "-", "9%"]
+        assert training_step.as_row({"ours": stalled, "theirs": stalled}) == ["stalled", "stalled", "-", "-"]
 
     def test_steps_of_both_attentions_agree(self, training_step):
         setting = training_step.Setting(training_step.SETTINGS["swin"].make, (2, 49, 128))

@@ -99,7 +99,7 @@ def _share(result: Result, name: str) -> float:
     """Of the limit; of the fastest where nothing in the silicon bounds the call."""
     if name not in result.seconds:
         return 0.0
-    if not result.bounded:
+    if result.fraction is None or not result.bounded:
         return min(result.seconds.values()) / result.seconds[name]
     return result.fraction * result.seconds[OURS] / result.seconds[name]
 
@@ -113,4 +113,5 @@ def _label(result: Result) -> str:
 def _write_ratio(axes: "Axes", result: Result, length: float, place: float) -> None:
     if result.ratio is not None:
         text = f"{result.ratio:#.2g} x" if result.ratio < 9.95 else f"{result.ratio:.0f} x"
+        text = "~" * result.rough + text
         axes.text(length + 0.012, place, text, va="center", fontsize=7.5, color=COLORS[OURS], weight="bold")

@@ -19,7 +19,17 @@ import attn_ext
 
 from .cells import Problem
 
-__all__ = ["BASELINE", "CONTENDERS", "OURS", "Call", "Contender", "available", "explain"]
+__all__ = [
+    "BASELINE",
+    "CONTENDERS",
+    "OURS",
+    "Call",
+    "Contender",
+    "available",
+    "explain",
+    "missing",
+    "missing_in_words",
+]
 
 Call = Callable[[], Any]
 Attend = Callable[[Problem], Call | None]
@@ -38,14 +48,33 @@ class Contender:
     modules: tuple[str, ...] = ()
 
     @property
+    def missing_modules(self) -> list[str]:
+        return [module for module in self.modules if find_spec(module) is None]
+
+    @property
     def installed(self) -> bool:
-        return all(find_spec(module) is not None for module in self.modules)
+        return not self.missing_modules
 
 
 def available(names: list[str] | None = None) -> list[Contender]:
     """Ours, and the peers of these names that are installed; all of them by default."""
-    wanted = {c.name for c in CONTENDERS} if names is None else {OURS, BASELINE, *names}
-    return [contender for contender in CONTENDERS if contender.installed and contender.name in wanted]
+    return [contender for contender in _wanted(names) if contender.installed]
+
+
+def missing(names: list[str] | None = None) -> list[Contender]:
+    """Of the same, those that are not installed."""
+    return [contender for contender in _wanted(names) if not contender.installed]
+
+
+def missing_in_words(contenders: list[Contender]) -> str:
+    """Who is left out, and how to have them."""
+    names = ", ".join(contender.name for contender in contenders)
+    modules = dict.fromkeys(module for contender in contenders for module in contender.missing_modules)
+    return f"not installed, so left out: {names}; to have them: pip install {' '.join(modules)}"
+
+
+def _wanted(names: list[str] | None) -> list[Contender]:
+    return [c for c in CONTENDERS if names is None or c.name in (OURS, BASELINE, *names)]
 
 
 # Forward, backward, or both, of a function that returns the output --------------------------------

@@ -1,17 +1,19 @@
 """Results as a table for a terminal, a table for a document, and as numbers for a program."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .cells import MODES, Problem
 from .machine import Machine
 from .peers import BASELINE, CONTENDERS, OURS, explain
+from .timing import UNSTEADY, Timing
 
-__all__ = ["Result", "as_json", "as_markdown", "as_table", "describe", "make_result"]
+__all__ = ["Result", "as_json", "as_markdown", "as_table", "describe", "make_result", "warning"]
 
 NOTHING = "-"
+NOT_MEASURED = "stalled"
 MODE_NAMES = {
     "fwd": "forward",
     "bwd": "backward alone",
@@ -39,13 +41,18 @@ class Result:
     seconds: dict[str, float]
     errors: dict[str, float]
     memory_bound: bool
-    fraction: float
-    """Of the limit: of the multiply-add peak, or of the read rate where reading takes longer."""
+    fraction: float | None
+    """Of the limit: of the multiply-add peak, or of the read rate where reading takes longer. None where ours
+    was not measured."""
+    spread: dict[str, float | None] = field(default_factory=dict)
+    """By how much the blocks of each differ, as a part of their median; None of a single block."""
+    stalled: tuple[str, ...] = ()
+    """Those whose blocks stalled: they have no time, and what would be held against them no ratio."""
 
     @property
     def bounded(self) -> bool:
         """Whether the silicon bounds the call, and not what it takes to make one."""
-        return self.fraction * self.seconds[OURS] > 10e-6
+        return self.fraction is not None and self.fraction * self.seconds[OURS] > 10e-6
 
     @property
     def best_peer(self) -> str | None:
@@ -54,22 +61,42 @@ class Result:
 
     @property
     def ratio(self) -> float | None:
-        """How many times as fast as the best peer."""
-        return None if self.best_peer is None else self.seconds[self.best_peer] / self.seconds[OURS]
+        """How many times as fast as the best peer; None unless ours and every peer were measured."""
+        if self.best_peer is None or OURS not in self.seconds or self.not_measured:
+            return None
+        return self.seconds[self.best_peer] / self.seconds[OURS]
+
+    @property
+    def not_measured(self) -> list[str]:
+        """Of those that the ratio is made of, or could be."""
+        return [name for name in self.stalled if name != BASELINE]
+
+    @property
+    def unsteady(self) -> dict[str, float]:
+        """Those whose blocks differ too much, and by how much."""
+        return {name: part for name, part in self.spread.items() if part is not None and part > UNSTEADY}
+
+    @property
+    def rough(self) -> bool:
+        """Whether one of the two that the ratio is made of is unsteady."""
+        return OURS in self.unsteady or self.best_peer in self.unsteady
 
     @property
     def kept(self) -> float | None:
         """The share of its speed that ours keeps with dropout or mask."""
-        return self.seconds[BASELINE] / self.seconds[OURS] if BASELINE in self.seconds else None
+        known = BASELINE in self.seconds and OURS in self.seconds
+        return self.seconds[BASELINE] / self.seconds[OURS] if known else None
 
 
 def make_result(
-    problem: Problem, seconds: dict[str, float], errors: dict[str, float], machine: Machine
+    problem: Problem, timings: Mapping[str, Timing], errors: dict[str, float], machine: Machine
 ) -> Result:
     cell, dtype = problem.cell, problem.dtype
     flops = cell.flops() * MODES[problem.mode]
     reads = 0 if problem.with_grad else cell.kv_bytes(dtype)
     explanation = explain(problem)
+    every = {name: timing.seconds for name, timing in timings.items()}
+    seconds = {name: time for name, time in every.items() if time is not None}
     return Result(
         cell.name,
         tuple(cell.shape),
@@ -82,7 +109,9 @@ def make_result(
         seconds,
         errors,
         machine.memory_bound(flops, reads, dtype),
-        machine.shortest(flops, reads, dtype) / seconds[OURS],
+        machine.shortest(flops, reads, dtype) / seconds[OURS] if OURS in seconds else None,
+        {name: timings[name].spread for name in seconds},
+        tuple(name for name, time in every.items() if time is None),
     )
 
 
@@ -99,6 +128,30 @@ def as_json(results: Sequence[Result], machine: Machine, **more: Any) -> dict[st
     """Everything, in seconds, flops and bytes."""
     cells = [{**asdict(r), "best_peer": r.best_peer, "ratio": r.ratio, "share_kept": r.kept} for r in results]
     return {**more, "machine": asdict(machine), "results": cells}
+
+
+def warning(results: Sequence[Result]) -> str | None:
+    """Which figures are no good, and why; None if all are."""
+    rough = [_unsteady_in_words(result) for result in results if result.unsteady]
+    stalled = [f"{_place(result)}: {', '.join(result.stalled)}" for result in results if result.stalled]
+    if not rough and not stalled:
+        return None
+    lines = ["warning: something else used this machine while it was measured."]
+    if rough:
+        lines += [f"blocks differ by more than {UNSTEADY:.0%}, ratios (~) are rough:"]
+        lines += [f"  {text}" for text in rough]
+    if stalled:
+        lines += ["stalled, not measured: a thread waited for a processor, or blocks took twice as long:"]
+        lines += [f"  {text}" for text in stalled]
+    return "\n".join([*lines, "Measure again when it is idle, or with more --rounds or fewer --threads."])
+
+
+def _unsteady_in_words(result: Result) -> str:
+    return f"{_place(result)}: " + ", ".join(f"{n} {part:.0%}" for n, part in result.unsteady.items())
+
+
+def _place(result: Result) -> str:
+    return f"{result.cell}, {result.dtype}, {MODE_NAMES[result.mode]}"
 
 
 def as_table(results: Sequence[Result]) -> str:
@@ -137,21 +190,22 @@ def grouped(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:
 
 def ordered_names(results: Sequence[Result]) -> list[str]:
     """The contenders that took part in any of them, ours first."""
-    taking_part = {name for result in results for name in (*result.seconds, *result.errors)}
+    taking_part = {name for r in results for name in (*r.seconds, *r.errors, *r.stalled)}
     return [contender.name for contender in CONTENDERS if contender.name in taking_part]
 
 
 def _rows(results: Sequence[Result], show: Show) -> list[list[str]]:
     names = ordered_names(results)
     with_baseline = BASELINE in names
-    rows = [["cell", *names, "to the best", "of the limit", *["kept"] * with_baseline]]
+    rows = [["cell", *names, "to the best", "of the limit", *["kept"] * with_baseline, "spread"]]
     for result in results:
         row = [result.cell]
         row += [_shown(result, name, show) for name in names]
-        row.append(NOTHING if result.ratio is None else f"{result.ratio:.2f} x")
+        row.append(_ratio(result))
         row.append(_fraction(result))
         if with_baseline:
             row.append(NOTHING if result.kept is None else f"{result.kept:.2f}")
+        row.append(_spread(result))
         rows.append(row)
     return rows
 
@@ -159,11 +213,25 @@ def _rows(results: Sequence[Result], show: Show) -> list[list[str]]:
 def _shown(result: Result, name: str, show: Show) -> str:
     if name in result.seconds:
         return show(result, name)
+    if name in result.stalled:
+        return NOT_MEASURED
     return "wrong" if name in result.errors else NOTHING
 
 
+def _ratio(result: Result) -> str:
+    if result.ratio is None:
+        return NOTHING
+    return ("~" if result.rough else "") + f"{result.ratio:.2f} x"
+
+
+def _spread(result: Result) -> str:
+    """The largest of the row."""
+    spreads = [spread for spread in result.spread.values() if spread is not None]
+    return f"{max(spreads):.0%}" if spreads else NOTHING
+
+
 def _fraction(result: Result) -> str:
-    if not result.bounded:
+    if result.fraction is None or not result.bounded:
         return NOTHING
     return f"{result.fraction:.2f}" + (" mem" if result.memory_bound else "")
 
@@ -174,10 +242,11 @@ def _mean(results: Sequence[Result]) -> list[str]:
         return []
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     behind = [result.cell for result in results if result.ratio is not None and result.ratio < 1]
-    return [
-        f"geometric mean {mean:.2f} x the best peer"
-        + (f"; behind it in {', '.join(behind)}" if behind else ", ahead of it everywhere")
-    ]
+    rough = [result.cell for result in results if result.ratio is not None and result.rough]
+    absent = [result.cell for result in results if result.not_measured]
+    parts = {"behind it in": behind, "rough in": rough, "not measured in": absent}
+    text = "".join(f"; {what} {', '.join(where)}" for what, where in parts.items() if where)
+    return [f"geometric mean {mean:.2f} x the best peer" + (text or ", ahead of it everywhere")]
 
 
 def _time(result: Result, name: str) -> str:

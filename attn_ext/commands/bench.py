@@ -33,7 +33,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="time attention against its peers",
         description="Time attention against F.scaled_dot_product_attention, plain matmul and softmax, and, "
         "if installed, onnxruntime and OpenVINO: in one process, in alternating blocks of calls, by medians. "
-        "The machine's multiply-add peak and memory read rate are measured in the same run.",
+        "The machine's multiply-add peak and memory read rate are measured in the same run. Blocks that "
+        "stalled because something else used the machine are measured again, and left out if they go on; "
+        "'spread' is by how much blocks differ, of the contender that is the least steady.",
         epilog="masks: " + "; ".join(f"{name}: {meaning}" for name, meaning in cells.MASKS.items()) + ".",
     )
     what = parser.add_argument_group("what is timed")
@@ -81,14 +83,22 @@ def run(arguments: argparse.Namespace) -> None:
         return
     check_files(arguments)
     on_capability(arguments.capability)
+    absent = peers.missing(arguments.peers)
+    if absent:
+        print(peers.missing_in_words(absent), file=sys.stderr)
     with threads(arguments.threads):
         limits, results = measure(arguments, choose_problems(arguments))
     if not results:
         return
-    print(f"{report.describe(limits)}\n")
+    print("\n".join([report.describe(limits), *[peers.missing_in_words(absent)] * bool(absent)]) + "\n")
     print(report.as_markdown(results) if arguments.markdown else report.as_table(results))
+    warning = report.warning(results)
+    if warning is not None:
+        sys.stdout.flush()
+        print(f"\n{warning}", file=sys.stderr)
     if arguments.json:
-        numbers = report.as_json(results, limits, attn_ext=attn_ext.__version__, torch=torch.__version__)
+        versions = {"attn_ext": attn_ext.__version__, "torch": torch.__version__}
+        numbers = report.as_json(results, limits, **versions, not_installed=[c.name for c in absent])
         write(arguments.json, lambda: arguments.json.write_text(json.dumps(numbers, indent=1) + "\n"))
         print(f"\nnumbers  {arguments.json}")
     if arguments.plot:
@@ -245,8 +255,8 @@ def time_problem(
     method: timing.Method,
     number: int,
     bar: "Bar",
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds and errors of those who can express the problem."""
+) -> tuple[dict[str, timing.Timing], dict[str, float]]:
+    """Times and errors of those who can express the problem."""
     bar.show(f"{problem.cell.name} {problem.mode}: checking")
     errors = checks.errors(problem, contenders, number)
     tolerance = checks.TOLERANCE[problem.dtype]
@@ -261,13 +271,13 @@ def time_problem(
         calls = {contender.name: contender.prepare(problem, number) for contender in right}
         possible = {name: call for name, call in calls.items() if call is not None}
 
-        def on_block(name: str) -> None:
-            bar.show(f"{problem.cell.name} {problem.mode}: {name}")
-            if name == peers.OURS:
+        def on_block(name: str, turn: int) -> None:
+            again = turn >= method.rounds
+            bar.show(f"{problem.cell.name} {problem.mode}: {name}" + ", again" * again)
+            if name == peers.OURS and not again:
                 bar.advance()
 
-        timings = timing.alternate(possible, method, on_block)
-    return {name: timing.seconds for name, timing in timings.items()}, errors
+        return timing.alternate(possible, method, on_block), errors
 
 
 class Bar:
