@@ -1,6 +1,8 @@
 """The attention modules: shapes, masks, dropout, projections, and every way to carry them elsewhere."""
 
 import copy
+import functools
+import inspect
 import io
 import pickle
 
@@ -37,6 +39,18 @@ MODULES = {
     "multi_head_key_value_dims": (
         lambda: MultiHeadAttention(16, 4, key_dim=12, value_in_dim=10),
         [X, (2, 7, 12), (2, 7, 10)],
+    ),
+}
+
+
+# The constructors, and those of their arguments that are sizes.
+SIZED = {
+    ScaledDotProductAttention: (),
+    functools.partial(SelfAttention, embed_dim=16): ("embed_dim", "head_dim", "value_dim"),
+    functools.partial(CrossAttention, embed_dim=16): ("embed_dim", "context_dim", "head_dim", "value_dim"),
+    functools.partial(MultiHeadAttention, embed_dim=16, num_heads=4): (
+        *("embed_dim", "num_heads", "num_kv_heads"),
+        *("head_dim", "value_dim", "key_dim", "value_in_dim"),
     ),
 }
 
@@ -210,11 +224,50 @@ class TestDropout:
         assert scripted(*inputs, **needs_weights(module))[1].eq(0).any()
         assert_close(scripted.eval()(*inputs)[0], oracle(module, *inputs)[0])
 
-    @pytest.mark.parametrize("dropout", [-0.1, 1.5, float("nan")])
-    def test_outside_of_zero_to_one_is_refused(self, dropout):
-        for make in (ScaledDotProductAttention, lambda dropout: SelfAttention(4, dropout=dropout)):
-            with pytest.raises(ValueError, match=r"dropout must lie in \[0, 1\], got"):
-                make(dropout)
+    @pytest.mark.parametrize("dropout", [-0.1, 1.5, float("nan"), float("inf")])
+    @pytest.mark.parametrize("make", SIZED)
+    def test_outside_of_zero_to_one_is_refused(self, make, dropout):
+        with pytest.raises(ValueError, match=rf"^dropout must lie in \[0, 1\], got {dropout}$"):
+            make(dropout=dropout)
+
+
+class TestSizes:
+    """As nn.MultiheadAttention: a size of 0 or less is refused. nn.Linear would take 0 with a warning."""
+
+    @pytest.mark.parametrize(
+        ("make", "name"), [(make, name) for make, sizes in SIZED.items() for name in sizes]
+    )
+    @pytest.mark.parametrize("size", [0, -1, -16])
+    def test_of_zero_or_less_is_refused(self, make, name, size):
+        with pytest.raises(ValueError, match=rf"^{name} must be greater than 0, got {size}$"):
+            make(**{name: size})
+
+    @pytest.mark.parametrize(
+        ("make", "name"), [(make, name) for make, sizes in SIZED.items() for name in sizes]
+    )
+    @pytest.mark.parametrize("size", [8.0, "8"])
+    def test_that_is_no_int_is_refused(self, make, name, size):
+        with pytest.raises(TypeError, match=rf"^{name} must be an int, got {size!r}$"):
+            make(**{name: size})
+
+    def test_every_size_is_tried(self):
+        """Every argument of a constructor that is a number of things."""
+        for make, sizes in SIZED.items():
+            constructor = make.func if isinstance(make, functools.partial) else make
+            arguments = inspect.signature(constructor).parameters.values()
+            ints = {a.name for a in arguments if a.annotation in (int, int | None, "int", "int | None")}
+            assert ints == set(sizes)
+
+    def test_of_one_is_a_size(self, device):
+        module = MultiHeadAttention(1, 1, key_dim=1, value_in_dim=1, value_dim=1).to(device)
+        assert module(torch.randn(2, 3, 1, device=device))[0].shape == (2, 3, 1)
+
+    def test_is_refused_by_torch_as_well(self):
+        for arguments in ((0, 1), (-4, 1), (4, 0), (4, -2)):
+            with pytest.raises(ValueError, match="must be greater than 0"):
+                nn.MultiheadAttention(*arguments)
+            with pytest.raises(ValueError, match="must be greater than 0"):
+                MultiHeadAttention(*arguments)
 
 
 class TestKeyPaddingMask:
@@ -320,18 +373,10 @@ class TestMultiHeadAttention:
         twin = copy.deepcopy(module)
         assert twin.key_proj is twin.query_proj
 
-    def test_value_dim_of_zero_is_not_the_default(self, device):
-        with pytest.warns(UserWarning, match="zero-element"):
-            module = MultiHeadAttention(16, 4, value_dim=0).to(device)
-        output, _ = module(torch.randn(X, device=device))
-        assert_close(output, module.out_proj.bias.expand(X))
-
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
             ({"num_heads": 3}, r"num_heads must divide embed_dim, got embed_dim=16, num_heads=3"),
-            ({"num_heads": 0}, r"at least one head, got num_heads=0"),
-            ({"num_heads": 4, "num_kv_heads": 0}, r"at least one head, got num_heads=4, num_kv_heads=0"),
             (
                 {"num_heads": 4, "num_kv_heads": 3},
                 r"num_kv_heads must divide num_heads, got num_heads=4, num_kv_heads=3",

@@ -1,5 +1,7 @@
 """What the attention modules share."""
 
+import operator
+
 from torch import Tensor, nn
 
 from ..functional import sdpa, sdpa_with_weights
@@ -46,6 +48,22 @@ class AttentionModule(nn.Module):
         if self.keep_weights:
             self.last_weights = weights.detach()
         return output, weights if need_weights else None
+
+
+def check_sizes(**sizes: int | None) -> None:
+    """Refuse the first that is below 1, by its name; None stands for a default.
+
+    ``nn.MultiheadAttention`` refuses its own sizes of 0; ``nn.Linear`` would take them and attend to nothing.
+    """
+    for name, size in sizes.items():
+        if size is None:
+            continue
+        try:
+            operator.index(size)
+        except TypeError:
+            raise TypeError(f"{name} must be an int, got {size!r}") from None
+        if size < 1:
+            raise ValueError(f"{name} must be greater than 0, got {size}")
 
 
 def default_to(value: int | None, default: int) -> int:

@@ -1,6 +1,6 @@
 from torch import Tensor, nn
 
-from ._base import AttentionModule, default_to
+from ._base import AttentionModule, check_sizes, default_to
 from ._masks import to_attn_mask
 
 
@@ -18,6 +18,9 @@ class CrossAttention(AttentionModule):
         value_dim: features of values and output, :math:`D_v`; ``head_dim`` if None.
         bias: whether the three projections have biases.
         dropout: probability that a weight is dropped, in training only.
+
+    Raises:
+        ValueError: a size that is not greater than 0; a ``dropout`` outside of [0, 1].
 
     Source:
         Vaswani et al. 2017, "Attention Is All You Need", section 3.2.3, "encoder-decoder attention".
@@ -41,6 +44,7 @@ class CrossAttention(AttentionModule):
         dropout: float = 0.0,
     ) -> None:
         super().__init__(dropout)
+        check_sizes(embed_dim=embed_dim, context_dim=context_dim, head_dim=head_dim, value_dim=value_dim)
         context_dim = default_to(context_dim, embed_dim)
         head_dim = default_to(head_dim, embed_dim)
         value_dim = default_to(value_dim, head_dim)

@@ -1,6 +1,6 @@
 from torch import Tensor, nn
 
-from ._base import AttentionModule, default_to
+from ._base import AttentionModule, check_sizes, default_to
 from ._masks import to_attn_mask
 
 
@@ -27,8 +27,9 @@ class MultiHeadAttention(AttentionModule):
         dropout: probability that a weight is dropped, in training only.
 
     Raises:
-        ValueError: ``num_heads`` does not divide ``embed_dim`` and no ``head_dim`` is given; ``num_kv_heads``
-            does not divide ``num_heads``.
+        ValueError: a size that is not greater than 0; ``num_heads`` does not divide ``embed_dim`` and no
+            ``head_dim`` is given; ``num_kv_heads`` does not divide ``num_heads``; a ``dropout`` outside of
+            [0, 1].
 
     Source:
         Vaswani et al. 2017, "Attention Is All You Need", section 3.2.2; :class:`torch.nn.MultiheadAttention`,
@@ -59,6 +60,15 @@ class MultiHeadAttention(AttentionModule):
         dropout: float = 0.0,
     ) -> None:
         super().__init__(dropout)
+        check_sizes(
+            embed_dim=embed_dim,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            key_dim=key_dim,
+            value_in_dim=value_in_dim,
+        )
         self.num_heads = num_heads
         self.num_kv_heads = default_to(num_kv_heads, num_heads)
         _check_heads(embed_dim, self.num_heads, self.num_kv_heads, head_dim)
@@ -210,10 +220,6 @@ class MultiHeadAttention(AttentionModule):
 
 
 def _check_heads(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> None:
-    if num_heads < 1 or num_kv_heads < 1:
-        raise ValueError(
-            f"there must be at least one head, got num_heads={num_heads}, num_kv_heads={num_kv_heads}"
-        )
     if num_heads % num_kv_heads != 0:
         raise ValueError(
             f"num_kv_heads must divide num_heads, got num_heads={num_heads}, num_kv_heads={num_kv_heads}"

@@ -14,6 +14,9 @@ class ScaledDotProductAttention(AttentionModule):
     Args:
         dropout: probability that a weight is dropped, in training only.
 
+    Raises:
+        ValueError: a ``dropout`` outside of [0, 1].
+
     Source:
         Vaswani et al. 2017, "Attention Is All You Need", figure 2, left.
 

@@ -1,6 +1,6 @@
 from torch import Tensor, nn
 
-from ._base import AttentionModule, default_to
+from ._base import AttentionModule, check_sizes, default_to
 from ._masks import to_attn_mask
 
 
@@ -17,6 +17,9 @@ class SelfAttention(AttentionModule):
         value_dim: features of values and output, :math:`D_v`; ``head_dim`` if None.
         bias: whether the three projections have biases.
         dropout: probability that a weight is dropped, in training only.
+
+    Raises:
+        ValueError: a size that is not greater than 0; a ``dropout`` outside of [0, 1].
 
     Source:
         Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1.
@@ -39,6 +42,7 @@ class SelfAttention(AttentionModule):
         dropout: float = 0.0,
     ) -> None:
         super().__init__(dropout)
+        check_sizes(embed_dim=embed_dim, head_dim=head_dim, value_dim=value_dim)
         head_dim = default_to(head_dim, embed_dim)
         value_dim = default_to(value_dim, head_dim)
         self.query_proj = nn.Linear(embed_dim, head_dim, bias)
