@@ -1,7 +1,9 @@
 """The programs of `examples/` and `benchmarks/`, at a size that takes a moment."""
 
+import argparse
 import importlib.util
 import itertools
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from attn_ext.benchmark import timing
+from attn_ext.commands import bench
 
 ROOT = Path(__file__).parents[1]
 
@@ -121,6 +124,90 @@ class TestTrainingStep:
     def test_steps_of_both_attentions_agree(self, training_step):
         setting = training_step.Setting(training_step.SETTINGS["swin"].make, (2, 49, 128))
         training_step.check(training_step.make_steps(setting, torch.float32, 0.0), torch.float32, 0.0)
+
+
+class TestTables:
+    """`benchmarks/tables.sh`, with an interpreter that notes what it is asked for and measures nothing."""
+
+    STUB = """#!{python}
+import pathlib, sys
+here, words = pathlib.Path(__file__).parent, sys.argv[1:]
+if words[0] == "-c" and "matplotlib" in words[1]:
+    sys.exit((here / "no_matplotlib").exists())
+elif words[0] == "-c":
+    print("baseline" if (here / "no_avx2").exists() else "baseline avx2")
+else:
+    with open(here / "calls", "a") as calls:
+        print(*words, sep="\\t", file=calls)
+    if "bench" in words:
+        print((here / "says").read_text() if (here / "says").exists() else "| tiny | 1.00 x |")
+    sys.exit("weights" in words and (here / "no_weights").exists())
+"""
+
+    @pytest.fixture
+    def tables(self, tmp_path):
+        stub = tmp_path / "python"
+        stub.write_text(self.STUB.format(python=sys.executable))
+        stub.chmod(0o755)
+
+        def run(*notes: str, says: str = "") -> subprocess.CompletedProcess:
+            for note in notes:
+                (tmp_path / note).touch()
+            if says:
+                (tmp_path / "says").write_text(says)
+            command = ["bash", ROOT / "benchmarks/tables.sh", tmp_path / "tables", "--threads", "3"]
+            environment = {**os.environ, "PYTHON": str(stub)}
+            return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+        run.calls = lambda: [line.split("\t") for line in (tmp_path / "calls").read_text().splitlines()]
+        run.folder = tmp_path / "tables"
+        return run
+
+    def test_makes_every_part_and_says_that_nothing_is_left_out(self, tables):
+        done = tables()
+        assert done.returncode == 0
+        assert re.search(r"^All (\d+) tables are in .*, with nothing left out\.$", done.stdout, re.M)
+        calls = tables.calls()
+        assert len(calls) == len(list(tables.folder.glob("*.md"))) == 3 * 10 + 2
+        *benches, memory, training = calls
+        assert memory[0].endswith("memory.py")
+        assert training[0].endswith("training_step.py")
+        assert all("--plot" in call and call[-2:] == ["--threads", "3"] for call in benches)
+        assert "--cells\tdecode*" in "\t".join(benches[7])
+
+    def test_the_commands_are_those_that_bench_takes(self, tables):
+        tables()
+        parser = argparse.ArgumentParser()
+        bench.add_parser(parser.add_subparsers())
+        for call in tables.calls()[:-2]:
+            arguments = parser.parse_args(call[2:])
+            assert bench.choose_problems(arguments)
+
+    def test_shows_how_far_it_is(self, tables):
+        lines = re.findall(
+            r"^\[(#*)(-*)\] (\d+) of 32 parts done, \d+ min; now (\S+)$", tables().stderr, re.M
+        )
+        assert [int(line[2]) for line in lines] == [*range(33)]
+        assert {len(line[0] + line[1]) for line in lines} == {30}
+        assert [lines[0][3], lines[-2][3], lines[-1][3]] == ["forward-float32", "training-step", "nothing"]
+
+    def test_says_what_it_leaves_out(self, tables):
+        missing = "not installed, so left out: openvino; to have them: pip install openvino"
+        done = tables("no_matplotlib", "no_avx2", says=f"{missing}\n\n| tiny | stalled |")
+        assert done.returncode == 0
+        assert "pictures: matplotlib is not installed; to have them: pip install matplotlib" in done.stdout
+        assert "avx2-bfloat16: there is no avx2 on this machine, only baseline" in done.stdout
+        assert done.stdout.split("Left out:")[1].count(missing) == 1
+        assert "forward-float32: has cells without a figure (stalled)" in done.stdout
+        assert not any("--plot" in call or "--capability" in call for call in tables.calls())
+
+    def test_a_part_that_fails_stops_no_other(self, tables):
+        done = tables("no_weights")
+        assert done.returncode == 1
+        assert len(tables.calls()) == 32
+        assert re.findall(r"^  (\S+): it failed, see above: ", done.stdout, re.M) == [
+            f"weights-{dtype}" for dtype in ("float32", "bfloat16", "float16")
+        ]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
