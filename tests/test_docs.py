@@ -76,7 +76,9 @@ def test_readme_cpp_is_from_the_examples():
     assert {line.strip() for block in blocks for line in block.splitlines()} <= lines
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/design.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "CONTRIBUTING.md", "docs/design.md", "docs/reliability.md"]
+)
 def test_links_and_commands_name_files_that_exist(document):
     text = (ROOT / document).read_text(encoding="utf-8")
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
