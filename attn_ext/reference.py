@@ -88,6 +88,8 @@ def attention(
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         visible = visible & attn_mask
     elif attn_mask is not None:
+        if not attn_mask.is_floating_point():
+            raise ValueError(f"attn_mask must be bool (True = takes part) or floating, got {attn_mask.dtype}")
         visible = visible & (attn_mask != -math.inf)
         bias = attn_mask.to(dtype)
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from attn_ext import reference
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+#: Every public op, the one without a side output first; tests/test_schema.py holds these lists against the
+#: schemas.
 OPS = ("sdpa", "sdpa_with_weights", "sdpa_with_lse", "sdpa_with_key_mass")
 DIFFERENTIABLE = ("query", "key", "value", "attn_mask", "sinks")
 
@@ -473,6 +475,12 @@ def random_cases(max_length: int = 80, max_dim: int = 40) -> Any:
 # Calls -------------------------------------------------------------------------------------------
 
 
+def public_ops() -> list[str]:
+    """The names of the ops that are registered, without the internal ones: ``OPS``, if nothing is missing."""
+    names = (name.partition("::") for name in torch._C._dispatch_get_all_op_names())
+    return sorted(op for namespace, _, op in names if namespace == "attn_ext" and not op.startswith("_"))
+
+
 def operator(name: str) -> Callable[..., Any]:
     """``torch.ops.attn_ext.<name>``."""
     op: Callable[..., Any] = getattr(torch.ops.attn_ext, name)
@@ -499,14 +507,14 @@ def all_outputs(
 
 def with_seed(name: str, dropout_seed: Tensor | int) -> Callable[..., Any]:
     """Operator ``name`` with the dropout draw of a given seed, where the public one draws its own."""
+    place = {"sdpa": None, "sdpa_with_lse": 1, "sdpa_with_weights": 2, "sdpa_with_key_mass": 3}[name]
 
     def function(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
         arguments = Arguments(query, key, value, options)
-        output, lse, weights, key_mass = all_outputs(
+        outputs = all_outputs(
             arguments, dropout_seed, name == "sdpa_with_weights", name == "sdpa_with_key_mass"
         )
-        side = {"sdpa_with_weights": weights, "sdpa_with_lse": lse, "sdpa_with_key_mass": key_mass}
-        return (output, side[name]) if name in side else output
+        return outputs[0] if place is None else (outputs[0], outputs[place])
 
     return function
 
@@ -546,10 +554,13 @@ def cotangents(outputs: tuple[Tensor, ...], dtype: torch.dtype, seed: int = 1) -
 
 
 def gradients(function: Callable[..., Any], arguments: Arguments, **more: Any) -> dict[str, Tensor]:
-    """The gradient of every floating tensor argument, by name, for fixed random cotangents."""
+    """The gradient of every floating tensor argument, by name, for fixed random cotangents of every floating
+    output."""
     dtype = more.pop("cotangent_dtype", arguments.query.dtype)
     leaves = arguments.leaves()
-    outputs = tensors(leaves(function, **more))
+    outputs = tuple(t for t in tensors(leaves(function, **more)) if t.is_floating_point())
+    for i, output in enumerate(outputs):
+        assert output.requires_grad, f"output {i} of {function} has no gradient"
     inputs = leaves.differentiable()
     grads = torch.autograd.grad(
         outputs, list(inputs.values()), cotangents(outputs, dtype), materialize_grads=True
