@@ -22,14 +22,8 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "build_backend"))
 
 import attn_ext_build as backend  # noqa: E402
-
-GIGABYTES_PER_JOB = 2  # one C++ file with torch's headers
-
-
-def jobs() -> int:
-    """As many compilers at once as there are cores and memory for."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return max(1, min(len(os.sched_getaffinity(0)), int(memory / GIGABYTES_PER_JOB)))
+import build_folder  # noqa: E402
+import compile_jobs  # noqa: E402
 
 
 class CMakeBuild(build_ext):
@@ -40,25 +34,33 @@ class CMakeBuild(build_ext):
         torch = backend.find_torch()
         in_place = self.inplace or getattr(self, "editable_mode", False)
         package = (ROOT if in_place else Path(self.build_lib).resolve()) / "attn_ext"
-        # A folder for each Python and torch, so that a change of either never mixes objects of both.
-        build = Path(self.build_temp).resolve() / f"torch-{torch.version}"
-        beside_torch = "$ORIGIN/../../torch/lib"
+        build = Path(build_folder.builds_of(str(ROOT)), build_folder.key(torch))
+        with build_folder.locked(str(build)):
+            self.build(build, torch, in_place)
+            for generated in ("lib", "include"):
+                shutil.rmtree(package / generated, ignore_errors=True)
+            strip = [] if in_place else ["--strip"]
+            self.check_run([backend.find_cmake(), "--install", build, "--prefix", package], strip)
+
+    def build(self, build: Path, torch: backend.Torch, in_place: bool) -> None:
+        """Compiles what changed since the last build in this folder."""
         cmake = backend.find_cmake()
+        limits = compile_jobs.jobs(len(os.sched_getaffinity(0)), compile_jobs.memory())
+        jobs_are_given = "CMAKE_BUILD_PARALLEL_LEVEL" in os.environ
+        beside_torch = "$ORIGIN/../../torch/lib"
         self.check_run(
             [cmake, "-S", ROOT, "-B", build, "-G", "Ninja"],
             [f"-DCMAKE_MAKE_PROGRAM={backend.find_tool('ninja')}"],
             ["-DATTN_EXT_PYTHON=ON", f"-DPython_EXECUTABLE={sys.executable}"],
-            [f"-DATTN_EXT_TORCH_DIR={torch.directory}"],
+            [f"-DATTN_EXT_TORCH_DIR={build_folder.torch_link(str(build), torch.directory)}"],
             [f"-DATTN_EXT_TORCH_RPATH={Path(torch.directory, 'lib') if in_place else beside_torch}"],
+            [f"-DATTN_EXT_TORCH_JOBS={'' if jobs_are_given else limits.torch}"],
             [f"-DATTN_EXT_WERROR={os.environ.get('ATTN_EXT_WERROR', 'OFF')}"],
             ["-DCMAKE_INSTALL_LIBDIR=lib"],
             shlex.split(os.environ.get("CMAKE_ARGS", "")),
         )
-        parallel = [] if "CMAKE_BUILD_PARALLEL_LEVEL" in os.environ else ["--parallel", jobs()]
+        parallel = [] if jobs_are_given else ["--parallel", limits.all]
         self.check_run([cmake, "--build", build], parallel)
-        for generated in ("lib", "include"):
-            shutil.rmtree(package / generated, ignore_errors=True)
-        self.check_run([cmake, "--install", build, "--prefix", package])
 
     def check_run(self, *parts: list) -> None:
         """Runs a command; its own output says what went wrong."""

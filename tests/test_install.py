@@ -135,6 +135,83 @@ def test_attn_ext_torch_dir_rules(backend, monkeypatch, tmp_path):
     assert backend.find_torch() == (str(chosen), "2.11.0")
 
 
+# uv, which builds in an environment of its own
+
+# Plays uv to the build that it starts: it is the parent, and it is asked as `uv pip show`.
+PIP_OF_UV = """
+import os, subprocess, sys
+words = sys.argv[1:]
+if words[0] == "show":
+    target = words[words.index("--python") + 1] if "--python" in words else os.environ.get("VIRTUAL_ENV")
+    if target is None:
+        sys.exit(2)
+    if not os.path.exists(target + "/torch"):
+        sys.exit(1)
+    print("Name: torch\\nLocation: " + target)
+else:
+    building = "import attn_ext_build as b; b.site_folders = list; "
+    building += "print(b.find_torch()); print(b.get_requires_for_build_wheel())"
+    hidden = {**os.environ, "VIRTUAL_ENV": "/the/environment/of/the/build"}
+    sys.exit(subprocess.run([sys.executable, "-S", "-c", building], cwd="/", env=hidden).returncode)
+"""
+
+
+@pytest.fixture
+def uv(tmp_path):
+    """`uv pip install` with some words and variables: what the build finds and asks for."""
+    (tmp_path / "pip").write_text(PIP_OF_UV)
+    (tmp_path / "sync").write_text(PIP_OF_UV)
+
+    def uv(*words, **variables):
+        environment = {**os.environ, **variables, "UV": sys.executable}
+        environment["PYTHONPATH"] = str(ROOT / "build_backend")
+        environment.pop("ATTN_EXT_TORCH_DIR", None)
+        if "VIRTUAL_ENV" not in variables:
+            environment.pop("VIRTUAL_ENV", None)
+        return run(sys.executable, *words, cwd=tmp_path, env=environment)
+
+    return uv
+
+
+def test_uv_is_asked_for_the_torch_of_the_environment_that_is_activated(uv, tmp_path):
+    torch_there = fake_torch(tmp_path / "env", "2.12.1")
+    result = uv("pip", "install", ".", VIRTUAL_ENV=str(tmp_path / "env"))
+    found, requires = result.stdout.splitlines()
+    assert found == f"Torch(directory='{torch_there}', version='2.12.1')"
+    assert "torch" not in requires
+
+
+def test_uv_is_asked_for_the_torch_of_the_environment_that_its_command_names(uv, tmp_path):
+    fake_torch(tmp_path / "activated", "2.11.0")
+    torch_there = fake_torch(tmp_path / "env", "2.12.1")
+    words = ["pip", "install", "--python", tmp_path / "env", "."]
+    result = uv(*words, VIRTUAL_ENV=str(tmp_path / "activated"))
+    assert str(torch_there) in result.stdout
+
+
+def test_an_environment_of_uv_without_torch_gets_one(uv, tmp_path):
+    (tmp_path / "env").mkdir()
+    result = uv("pip", "install", ".", VIRTUAL_ENV=str(tmp_path / "env"))
+    assert "torch==2.13.0" in result.stdout.splitlines()[1]
+
+
+@pytest.mark.parametrize("command", ["pip", "sync"])
+def test_no_torch_is_asked_for_where_uv_does_not_name_the_environment(uv, tmp_path, command):
+    (tmp_path / "env").mkdir()
+    result = uv(
+        command, "install", ".", **({"VIRTUAL_ENV": str(tmp_path / "env")} if command == "sync" else {})
+    )
+    assert result.returncode == 1
+    assert "--no-build-isolation" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_too_old_a_torch_in_an_environment_of_uv_is_upgraded_by_uv(uv, tmp_path):
+    fake_torch(tmp_path / "env", "2.10.2")
+    result = uv("pip", "install", "--python", tmp_path / "env", ".")
+    assert f"Upgrade it: uv pip install --python {tmp_path}/env torch==2.13.0" in result.stderr
+
+
 # What a build lacks
 
 
@@ -148,7 +225,7 @@ def test_too_old_a_torch(backend, monkeypatch, tmp_path):
     monkeypatch.setenv("ATTN_EXT_TORCH_DIR", str(fake_torch(tmp_path, "2.10.2")))
     assert sentence_of_failure(backend) == (
         f"attn_ext: torch 2.11 or later is needed; {tmp_path}/torch is torch 2.10.2. "
-        "Upgrade it: python -m pip install 'torch==2.13.0'"
+        f"Upgrade it: {sys.executable} -m pip install torch==2.13.0"
     )
 
 
@@ -168,11 +245,42 @@ def test_a_compiler_that_cxx_names_and_is_not_there(backend, monkeypatch):
     assert "(looked for no-such-compiler)" in sentence_of_failure(backend)
 
 
-def test_no_ninja_and_no_cmake(backend, monkeypatch):
-    monkeypatch.setattr(backend, "find_tool", lambda name: None)
+def fake_tool(folder: Path, name: str, prints: str = "") -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\necho '{prints}'\n")
+    (folder / name).chmod(0o755)
+    return str(folder / name)
+
+
+def test_no_ninja_and_no_cmake(backend, monkeypatch, tmp_path):
+    monkeypatch.setattr(backend, "tool_folders", lambda: [str(tmp_path)])
     assert sentence_of_failure(backend) == (
-        "attn_ext: the build needs cmake and ninja: python -m pip install cmake ninja"
+        f"attn_ext: the build needs cmake and ninja: {sys.executable} -m pip install cmake ninja"
     )
+
+
+def test_too_old_a_cmake(backend, monkeypatch, tmp_path):
+    fake_tool(tmp_path, "ninja")
+    old = fake_tool(tmp_path, "cmake", "cmake version 3.18.4")
+    monkeypatch.setattr(backend, "tool_folders", lambda: [str(tmp_path)])
+    assert sentence_of_failure(backend) == (
+        f"attn_ext: the build needs cmake (too old: 3.18.4 found in {old}, 3.22 needed): "
+        f"{sys.executable} -m pip install cmake"
+    )
+
+
+def test_a_new_cmake_beside_python_is_taken_before_an_old_one_on_path(backend, monkeypatch, tmp_path):
+    fake_tool(tmp_path / "on_path", "cmake", "cmake version 3.18.4")
+    new = fake_tool(tmp_path / "beside_python", "cmake", "cmake version 3.22.0")
+    folders = [str(tmp_path / "on_path"), str(tmp_path / "beside_python")]
+    monkeypatch.setattr(backend, "tool_folders", lambda: folders)
+    assert backend.find_cmake() == new
+
+
+def test_too_old_a_setuptools(backend, monkeypatch):
+    monkeypatch.setattr(pytest.importorskip("setuptools"), "__version__", "65.5.0")
+    with pytest.raises(SystemExit, match=r"setuptools is too old: 65\.5\.0 found, 77\.0 needed: /.* -m pip"):
+        backend.build_sdist("nowhere")
 
 
 def test_pip_shows_the_sentence_and_no_traceback(tmp_path):

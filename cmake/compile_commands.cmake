@@ -1,0 +1,8 @@
+# Editors look for the compiler's commands in the root of the sources.
+set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+if(PROJECT_IS_TOP_LEVEL)
+  # The sources may be read-only: then editors go without.
+  add_custom_target(compile_commands ALL
+    COMMAND "${CMAKE_COMMAND}" -E copy_if_different
+            "${PROJECT_BINARY_DIR}/compile_commands.json" "${PROJECT_SOURCE_DIR}/compile_commands.json" || true)
+endif()
