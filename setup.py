@@ -9,6 +9,7 @@ Environment variables that a build heeds:
 """
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -83,7 +84,16 @@ def dependencies() -> list:
     return [f"torch=={backend.dotted(backend.numbers(torch.version))}.*"]
 
 
+def long_description() -> str:
+    """README.md as an index page can show it: without the pictures and links that name files of a clone."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"!\[[^]]*\]\((?![a-z]+://)[^)]*\)\n*", "", text)
+    return re.sub(r"\[([^]]*)\]\((?![a-z]+://)[^)]*\)", r"\1", text)
+
+
 setup(
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
     ext_modules=[Extension("attn_ext._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
     install_requires=dependencies(),
