@@ -7,6 +7,9 @@ from ._explain import Explanation, available_cpu_capabilities, cpu_capability, e
 from .functional import sdpa, sdpa_with_key_mass, sdpa_with_lse, sdpa_with_weights
 from .modules import CrossAttention, MultiHeadAttention, ScaledDotProductAttention, SelfAttention
 
+#: For CMake's CMAKE_PREFIX_PATH, as `torch.utils.cmake_prefix_path` is: find_package(attn_ext) looks there.
+cmake_prefix_path: str = _library.CMAKE_PREFIX_PATH
+
 _vmap.register()
 
 __all__ = [
@@ -17,6 +20,7 @@ __all__ = [
     "SelfAttention",
     "__version__",
     "available_cpu_capabilities",
+    "cmake_prefix_path",
     "cpu_capability",
     "explain",
     "reference",

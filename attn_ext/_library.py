@@ -12,6 +12,9 @@ check_build()
 #: The library itself, without Python in it: what a C++ program links.
 LIBRARY_PATH = Path(__file__).parent / "lib" / "libattn_ext.so"
 
+#: Above lib/cmake/attn_ext, in which CMake looks.
+CMAKE_PREFIX_PATH = str(Path(__file__).resolve().parent)
+
 torch.ops.load_library(LIBRARY_PATH)
 
 _C = import_module("attn_ext._C")

@@ -6,6 +6,8 @@ elseif(CMAKE_CXX_COMPILER_ID STREQUAL "Clang" AND CMAKE_CXX_COMPILER_VERSION VER
   message(FATAL_ERROR "attn_ext needs Clang 14 or later; ${CMAKE_CXX_COMPILER} is ${CMAKE_CXX_COMPILER_VERSION}.")
 endif()
 
+get_filename_component(ATTN_EXT_ROOT "${CMAKE_CURRENT_LIST_DIR}/.." ABSOLUTE)
+
 function(attn_ext_compile_options target)
   set_target_properties(${target} PROPERTIES
     CXX_EXTENSIONS OFF
@@ -13,6 +15,10 @@ function(attn_ext_compile_options target)
     VISIBILITY_INLINES_HIDDEN ON
     POSITION_INDEPENDENT_CODE ON)
   target_compile_features(${target} PUBLIC cxx_std_20)
+  # Messages name files (__FILE__) as they are called in the sources and in torch, not as on the building machine.
   target_compile_options(${target} PRIVATE
-    -Wall -Wextra $<$<BOOL:${ATTN_EXT_WERROR}>:-Werror>)
+    -Wall -Wextra $<$<BOOL:${ATTN_EXT_WERROR}>:-Werror>
+    "-fmacro-prefix-map=${ATTN_EXT_ROOT}/="
+    "$<$<BOOL:${ATTN_EXT_TORCH_DIR}>:-fmacro-prefix-map=${ATTN_EXT_TORCH_DIR}/=torch/>"
+    $<$<CXX_COMPILER_ID:GNU>:-fno-canonical-system-headers>)
 endfunction()

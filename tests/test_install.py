@@ -294,13 +294,87 @@ def test_pip_shows_the_sentence_and_no_traceback(tmp_path):
     assert "Traceback" not in result.stdout + result.stderr
 
 
+# CMake
+
+CONSUMER = """
+cmake_minimum_required(VERSION 3.22)
+project(consumer LANGUAGES CXX)
+find_package(attn_ext REQUIRED)
+add_library(unneeded SHARED unneeded.cpp)
+add_executable(consumer consumer.cpp)
+target_link_options(consumer PRIVATE "LINKER:--as-needed")
+target_link_libraries(consumer PRIVATE attn_ext::attn_ext unneeded)
+"""
+
+
+def needed_by_a_consumer(folder: Path, prefix: str) -> list[str]:
+    """The libraries that a program loads which names no symbol of any."""
+    folder.mkdir()
+    (folder / "CMakeLists.txt").write_text(CONSUMER)
+    (folder / "consumer.cpp").write_text("int main() {}\n")
+    (folder / "unneeded.cpp").write_text("int unneeded() { return 0; }\n")
+    build = folder / "build"
+    run("cmake", "-S", folder, "-B", build, f"-DCMAKE_PREFIX_PATH={prefix}", check=True)
+    run("cmake", "--build", build, check=True)
+    return re.findall(r"NEEDED.*\[(.*)\]", run("readelf", "-d", build / "consumer", check=True).stdout)
+
+
+@pytest.mark.skipif(not (shutil.which("cmake") and shutil.which("make")), reason="needs CMake and make")
+def test_a_program_of_cmake_loads_the_library_and_the_linker_drops_what_else_it_does_not_need(tmp_path):
+    needed = needed_by_a_consumer(tmp_path / "consumer", attn_ext.cmake_prefix_path)
+    assert {"libattn_ext.so", "libtorch.so"} <= set(needed)
+    assert "libunneeded.so" not in needed
+
+
+# What an index page shows
+
+
+@pytest.fixture
+def metadata_of_a_wheel(tmp_path):
+    pytest.importorskip("setuptools")
+    asking = f"import attn_ext_build as b; b.prepare_metadata_for_build_wheel({str(tmp_path)!r})"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "build_backend")}
+    run(sys.executable, "-c", asking, cwd=ROOT, env=environment, check=True)
+    (folder,) = tmp_path.glob("*.dist-info")
+    return metadata.Distribution.at(folder).metadata
+
+
+def test_the_long_description_links_to_nothing_that_only_a_clone_has(metadata_of_a_wheel):
+    text = metadata_of_a_wheel.get_payload() or metadata_of_a_wheel["Description"]
+    links = re.findall(r"\]\(([^)]*)\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    assert links == [link for link in links if link.startswith("https://")]
+    assert "How it is built, and why: docs/design.md." in text
+    assert metadata_of_a_wheel["Description-Content-Type"].startswith("text/markdown")
+
+
+def test_every_python_that_is_served_is_named(metadata_of_a_wheel):
+    named = re.findall(r"Python :: 3\.(\d+)", " ".join(metadata_of_a_wheel.get_all("Classifier")))
+    assert named == ["10", "11", "12", "13", "14"]
+
+
 # Real builds, in fresh environments
+
+
+def assert_names_no_folder_of_this_machine(package: Path, *folders: Path) -> None:
+    for file in filter(Path.is_file, package.rglob("*")):
+        for folder in folders:
+            assert str(folder).encode() not in file.read_bytes(), (file, folder)
+
+
+def assert_is_stripped(library: Path) -> None:
+    assert ".symtab" not in run("readelf", "-SW", library, check=True).stdout
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
     """A copy of the source tree in which nothing is built."""
     copy = tmp_path_factory.mktemp("sources") / "attn_ext"
+    if not (ROOT / ".git").exists():  # a source distribution
+        made = shutil.ignore_patterns(
+            "build", ".venv*", "*.so", "__pycache__", "*.egg-info", "_build_info.py"
+        )
+        shutil.copytree(ROOT, copy, ignore=made)
+        return copy
     files = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT, check=True)
     for name in filter(None, files.stdout.split("\0")):
         if (ROOT / name).exists():
@@ -360,6 +434,11 @@ def test_an_isolated_install_builds_against_the_torch_that_is_there_and_keeps_it
     using = "import torch, attn_ext; q = torch.ones(2, 3, 4); print(attn_ext.sdpa(q, q, q).sum().item())"
     result = run(environment, "-c", using, cwd=tmp_path, check=True)
     assert float(result.stdout) == 24.0
+    package = site_packages(environment) / "attn_ext"
+    assert needed_by_a_consumer(tmp_path / "consumer", str(package))
+    assert_names_no_folder_of_this_machine(package, sources, ROOT, there, there.resolve())
+    for library in package.glob("**/*.so"):
+        assert_is_stripped(library)
 
 
 @pytest.mark.slow
