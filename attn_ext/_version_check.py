@@ -2,12 +2,17 @@
 
 import json
 import os
+import shlex
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
 import torch
+
+# This very Python's: the environment need not be activated.
+_PIP_INSTALL = f"{shlex.quote(sys.executable)} -m pip install"
 
 
 def check_build() -> None:
@@ -17,7 +22,7 @@ def check_build() -> None:
     except ImportError:
         folder = Path(__file__).resolve().parent
         raise ImportError(
-            f"{folder} is the source of attn_ext, not built: run `python -m pip install "
+            f"{folder} is the source of attn_ext, not built: run `{_PIP_INSTALL} "
             f"--no-build-isolation -e {folder.parent}`, or start Python elsewhere to use an installed one."
         ) from None
     if _minor(built) != _minor(torch.__version__):
@@ -40,11 +45,11 @@ def _mend(built: str) -> str:
         place = f"'attn_ext @ {vcs['vcs']}+{origin['url']}@{vcs['commit_id']}'"
     elif "dir_info" in origin and os.path.exists(os.path.join(source, "setup.py")):
         if origin["dir_info"].get("editable"):
-            return f"python -m pip install --no-deps --no-build-isolation -e {source}"
+            return f"{_PIP_INSTALL} --no-deps --no-build-isolation -e {source}"
         place = source
     else:
-        return f"python -m pip install 'torch=={'.'.join(_minor(built))}.*'"
-    return f"python -m pip install --no-deps --force-reinstall --no-cache-dir {place}"
+        return f"{_PIP_INSTALL} 'torch=={'.'.join(_minor(built))}.*'"
+    return f"{_PIP_INSTALL} --no-deps --force-reinstall --no-cache-dir {place}"
 
 
 def _origin() -> dict[str, Any]:

@@ -65,7 +65,7 @@ def test_another_torch_is_refused_in_one_sentence_before_anything_is_loaded():
     (sentence,) = result.stdout.splitlines()
     assert re.match(
         rf"attn_ext was built against torch {MINOR}\.\S+ and cannot be loaded under torch {OTHER_TORCH}: "
-        r"run `python -m pip install .*`\.$",
+        rf"run `{re.escape(sys.executable)} -m pip install .*`\.$",
         sentence,
     )
 
@@ -90,7 +90,7 @@ def test_another_torch_is_refused_in_one_sentence_before_anything_is_loaded():
 )
 def test_the_command_that_mends_it_fits_where_the_package_came_from(monkeypatch, origin, command):
     monkeypatch.setattr(_version_check, "_origin", lambda: origin)
-    assert _version_check._mend("2.12.1") == f"python -m pip install {command}"
+    assert _version_check._mend("2.12.1") == f"{sys.executable} -m pip install {command}"
 
 
 def test_an_unbuilt_source_tree_says_how_to_build_it(tmp_path):
@@ -107,8 +107,8 @@ def test_an_unbuilt_source_tree_says_how_to_build_it(tmp_path):
     )
     result = run(sys.executable, "-c", loading, cwd=tmp_path)
     assert result.stderr.splitlines()[-1] == (
-        f"ImportError: {tmp_path}/attn_ext is the source of attn_ext, not built: run `python -m pip install "
-        f"--no-build-isolation -e {tmp_path}`, or start Python elsewhere to use an installed one."
+        f"ImportError: {tmp_path}/attn_ext is the source of attn_ext, not built: run `{sys.executable} -m pip "
+        f"install --no-build-isolation -e {tmp_path}`, or start Python elsewhere to use an installed one."
     )
 
 
