@@ -108,7 +108,8 @@ def test_an_unbuilt_source_tree_says_how_to_build_it(tmp_path):
     result = run(sys.executable, "-c", loading, cwd=tmp_path)
     assert result.stderr.splitlines()[-1] == (
         f"ImportError: {tmp_path}/attn_ext is the source of attn_ext, not built: "
-        f"run `{sys.executable} -m pip install --no-build-isolation -e {tmp_path}`, or start Python elsewhere to use an installed one."
+        f"run `{sys.executable} -m pip install "
+        f"--no-build-isolation -e {tmp_path}`, or start Python elsewhere to use an installed one."
     )
 
 
