@@ -13,11 +13,38 @@ bool is_supported(at::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf;
 }
 
+/// Bytes from the start of the storage to the end of the last element.
+int64_t bytes_reached(const at::Tensor& tensor) {
+  int64_t last = tensor.storage_offset();
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    last += (tensor.size(dim) - 1) * tensor.stride(dim);
+  }
+  return (last + 1) * static_cast<int64_t>(tensor.element_size());
+}
+
+/// False only for a tensor with elements and memory of its own that holds fewer of them: its storage was
+/// freed, as by `untyped_storage().resize_(0)`. Meta tensors, zero tensors of autograd and wrappers have
+/// none.
+bool storage_holds(const at::Tensor& tensor) {
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  const c10::Storage& storage = impl->unsafe_storage();
+  if (!storage || storage.device_type() == c10::DeviceType::Meta || impl->has_symbolic_sizes_strides() ||
+      tensor._is_zerotensor() || tensor.numel() == 0) {
+    return true;
+  }
+  const std::optional<int64_t> held = storage.sym_nbytes().maybe_as_int();
+  return !held.has_value() || *held >= bytes_reached(tensor);
+}
+
 void check_tensor(const at::Tensor& tensor, const char* name, const at::Tensor& query) {
-  TORCH_CHECK(tensor.layout() == at::kStrided, "attn_ext: expected ", name,
-              " to be a dense (strided) tensor, but got layout ", tensor.layout());
+  TORCH_CHECK(tensor.layout() == at::kStrided && !tensor.is_nested(), "attn_ext: expected ", name,
+              " to be a dense (strided) tensor, but got layout ", tensor.layout(),
+              tensor.is_nested() ? " of a nested tensor" : "");
   TORCH_CHECK(tensor.device() == query.device(), "attn_ext: expected ", name,
               " on the same device as query (", query.device(), "), but got ", tensor.device());
+  TORCH_CHECK(storage_holds(tensor), "attn_ext: expected the storage of ", name,
+              " to hold all of its elements of shape ", tensor.sym_sizes(), " (", bytes_reached(tensor),
+              " bytes), but got ", tensor.storage().nbytes(), " bytes: was its memory freed?");
 }
 
 void check_attention_operand(const at::Tensor& tensor, const char* name, const char* shape,
@@ -152,8 +179,10 @@ void check_sinks(const at::Tensor& sinks, const at::Tensor& query, const SdpaSiz
               sinks.sym_sizes());
 }
 
-void check_seed(const SdpaArgs& args, const SdpaSizes& sizes) {
+void check_seed(const SdpaArgs& args, const SdpaSizes& sizes, Seed expected) {
   if (!args.dropout_seed.defined()) {
+    TORCH_CHECK(args.dropout_p == 0.0 || expected == Seed::kNotYetDrawn,
+                "attn_ext: expected a dropout_seed with dropout_p > 0, but got None");
     return;
   }
   const at::Tensor& seed = args.dropout_seed;
@@ -183,9 +212,24 @@ void check_scalars(const SdpaArgs& args) {
               *args.window_right);
 }
 
-void check_grad(const at::Tensor& grad, const char* name, const SymDimVector& shape) {
-  TORCH_CHECK(!grad.defined() || grad.sym_sizes() == c10::SymIntArrayRef(shape), "attn_ext: expected ", name,
-              " to have shape ", c10::SymIntArrayRef(shape), ", but got ", grad.sym_sizes());
+/// What a forward pass gives, or the gradient of that.
+void check_like_output(const at::Tensor& tensor, const char* name, const SymDimVector& shape,
+                       at::ScalarType dtype, const at::Tensor& query) {
+  check_tensor(tensor, name, query);
+  TORCH_CHECK(tensor.scalar_type() == dtype, "attn_ext: expected ", name, " of dtype ", dtype,
+              " where query is of ", query.scalar_type(), ", but got ", tensor.scalar_type());
+  TORCH_CHECK(tensor.sym_sizes() == c10::SymIntArrayRef(shape), "attn_ext: expected ", name,
+              " to have shape ", c10::SymIntArrayRef(shape), ", but got ", tensor.sym_sizes());
+}
+
+void check_wanted(const SdpaArgs& args, InputMask wanted) {
+  TORCH_CHECK(!wanted.attn_mask || (args.attn_mask.defined() && args.attn_mask.is_floating_point()),
+              "attn_ext: expected output_mask to ask for a gradient of attn_mask only where that is a "
+              "floating tensor, but got ",
+              args.attn_mask.defined() ? "a bool mask" : "None");
+  TORCH_CHECK(!wanted.sinks || args.sinks.defined(),
+              "attn_ext: expected output_mask to ask for a gradient of sinks only where there are sinks, "
+              "but got None");
 }
 
 }  // namespace
@@ -199,7 +243,7 @@ SymDimVector SdpaSizes::with_tail(std::initializer_list<c10::SymInt> tail) const
   return shape;
 }
 
-SdpaSizes check_args(const SdpaArgs& args) {
+SdpaSizes check_args(const SdpaArgs& args, Seed seed) {
   TORCH_CHECK(is_supported(args.query.scalar_type()),
               "attn_ext: expected query of dtype Float, Double, BFloat16 or Half, but got ",
               args.query.scalar_type());
@@ -215,15 +259,33 @@ SdpaSizes check_args(const SdpaArgs& args) {
   if (args.sinks.defined()) {
     check_sinks(args.sinks, args.query, sizes);
   }
-  check_seed(args, sizes);
+  check_seed(args, sizes, seed);
   return sizes;
 }
 
-void check_grads(const SdpaOutputs& grads, const SdpaSizes& sizes) {
-  check_grad(grads.output, "grad_output", sizes.with_tail({sizes.query_len, sizes.value_dim}));
-  check_grad(grads.lse, "grad_lse", sizes.with_tail({sizes.query_len}));
-  check_grad(grads.weights, "grad_weights", sizes.with_tail({sizes.query_len, sizes.key_len}));
-  check_grad(grads.key_mass, "grad_key_mass", sizes.with_tail({sizes.key_len}));
+void check_grads(const SdpaOutputs& grads, const at::Tensor& query, const SdpaSizes& sizes) {
+  const auto dtype = query.scalar_type();
+  const auto check = [&](const at::Tensor& grad, const char* name, at::ScalarType grad_dtype,
+                         std::initializer_list<c10::SymInt> tail) {
+    if (grad.defined()) {
+      check_like_output(grad, name, sizes.with_tail(tail), grad_dtype, query);
+    }
+  };
+  check(grads.output, "grad_output", dtype, {sizes.query_len, sizes.value_dim});
+  check(grads.lse, "grad_lse", accumulation_dtype(dtype), {sizes.query_len});
+  check(grads.weights, "grad_weights", dtype, {sizes.query_len, sizes.key_len});
+  check(grads.key_mass, "grad_key_mass", dtype, {sizes.key_len});
+}
+
+SdpaSizes check_backward(const SdpaOutputs& grads, const SdpaArgs& args, const at::Tensor& output,
+                         const at::Tensor& lse, InputMask wanted) {
+  const SdpaSizes sizes = check_args(args);
+  const auto dtype = args.query.scalar_type();
+  check_like_output(output, "output", sizes.with_tail({sizes.query_len, sizes.value_dim}), dtype, args.query);
+  check_like_output(lse, "lse", sizes.with_tail({sizes.query_len}), accumulation_dtype(dtype), args.query);
+  check_grads(grads, args.query, sizes);
+  check_wanted(args, wanted);
+  return sizes;
 }
 
 double scale_of(const SdpaArgs& args, int64_t head_dim) {

@@ -22,11 +22,19 @@ struct SdpaSizes {
   SymDimVector with_tail(std::initializer_list<c10::SymInt> tail) const;
 };
 
-/// Throws a c10::Error that says what was expected and what came.
-SdpaSizes check_args(const SdpaArgs& args);
+enum class Seed { kGiven, kNotYetDrawn };
 
-/// The gradients that come into a backward pass have the shape of what they are the gradient of.
-void check_grads(const SdpaOutputs& grads, const SdpaSizes& sizes);
+/// Throws a c10::Error that says what was expected and what came.
+SdpaSizes check_args(const SdpaArgs& args, Seed seed = Seed::kGiven);
+
+/// check_args, and everything else that a backward pass takes: gradients that come in are like what they are
+/// the gradient of, `output` and `lse` like what a forward pass gives, and what is wanted can have a
+/// gradient.
+SdpaSizes check_backward(const SdpaOutputs& grads, const SdpaArgs& args, const at::Tensor& output,
+                         const at::Tensor& lse, InputMask wanted);
+
+/// The incoming gradients alone.
+void check_grads(const SdpaOutputs& grads, const at::Tensor& query, const SdpaSizes& sizes);
 
 /// The factor of the scores. Without a head dim they are all 0.
 double scale_of(const SdpaArgs& args, int64_t head_dim);

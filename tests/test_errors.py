@@ -198,14 +198,93 @@ def test_dropout_seed(seed, device):
         all_outputs(arguments, seed.to(device))
 
 
-@pytest.mark.parametrize("which", range(4))
-def test_gradients_of_another_shape(which, device):
+GRADS = ["grad_output", "grad_lse", "grad_weights", "grad_key_mass"]
+LIKE_OUTPUTS = [*GRADS, "output", "lse"]
+
+#: What is wrong with a tensor that the backward takes, and what the message must hold.
+WRONG_TENSORS = {
+    "shape": (lambda t: t[..., :1], r"shape|\[2, .*got|1\]"),
+    "rank": (lambda t: t[0], r"shape|\[2, .*got"),
+    "dtype": (lambda t: t.double(), r"dtype|float|query|got|double"),
+    "lower_dtype": (lambda t: t.bfloat16(), r"dtype|float|query|got|bfloat16"),
+    "integers": (lambda t: t.long(), r"dtype|float|query|got|long"),
+    "layout": (lambda t: t.to_sparse(), r"dense|got|sparse"),
+}
+
+
+def backward_with(arguments, changes, output_mask=(True, True, True, False, False)):
+    """The internal backward with its own tensors made, then changed by name."""
+    made = all_outputs(arguments)
+    taken = dict(zip(GRADS, [torch.ones_like(t) for t in made], strict=True))
+    taken |= {"output": made[0], "lse": made[1]}
+    taken = {name: changes.get(name, lambda t: t)(tensor) for name, tensor in taken.items()}
+    grads = tuple(taken[name] for name in GRADS)
+    return backward(grads, arguments, taken["output"], taken["lse"], output_mask)
+
+
+@pytest.mark.parametrize("tensor", LIKE_OUTPUTS)
+@pytest.mark.parametrize("wrong", WRONG_TENSORS)
+def test_tensors_of_the_internal_backward(tensor, wrong, device):
+    change, message = WRONG_TENSORS[wrong]
     arguments = Case("").build(torch.float32, device)
-    output, lse = arguments(torch.ops.attn_ext.sdpa_with_lse)
-    grads = [None] * 4
-    grads[which] = torch.zeros(2, 3, 4, device=device)
-    with pytest.raises(RuntimeError, match=pattern(r"grad_|shape|got|\[2, 3, 4\]")):
-        backward(tuple(grads), arguments, output, lse)
+    with pytest.raises(RuntimeError, match=pattern(f"{tensor} |{message}")):
+        backward_with(arguments, {tensor: change})
+
+
+@pytest.mark.parametrize("tensor", LIKE_OUTPUTS)
+@pytest.mark.parametrize("wrong", sorted(set(WRONG_TENSORS) - {"layout"}))
+def test_meta_tensors_of_the_internal_backward(tensor, wrong):
+    change, message = WRONG_TENSORS[wrong]
+    arguments = Case("").build(torch.float32, "meta")
+    with pytest.raises(RuntimeError, match=pattern(f"{tensor} |{message}")):
+        backward_with(arguments, {tensor: change})
+
+
+@pytest.mark.parametrize("tensor", LIKE_OUTPUTS)
+def test_tensors_of_the_internal_backward_on_another_device(tensor, device):
+    arguments = Case("").build(torch.float32, device)
+    with pytest.raises(RuntimeError, match=pattern(f"{tensor} |device|{device}|got|meta")):
+        backward_with(arguments, {tensor: lambda t: t.to("meta")})
+
+
+@pytest.mark.parametrize("where", ["the device", "meta"])
+@pytest.mark.parametrize(
+    ("mask", "asked", "message"),
+    [
+        ("", 3, "output_mask|attn_mask|got none"),
+        ("bool", 3, "output_mask|attn_mask|floating|got a bool"),
+        ("bias", 4, "output_mask|sinks|got none"),
+    ],
+)
+def test_gradient_of_what_has_none(mask, asked, message, where, device):
+    arguments = Case("", mask=mask).build(torch.float32, "meta" if where == "meta" else device)
+    with pytest.raises(RuntimeError, match=pattern(message)):
+        backward_with(arguments, {}, tuple(place == asked for place in range(5)))
+
+
+def test_saved_tensors_hooks_that_give_back_another_dtype(device):
+    arguments = Case("").build(torch.float32, device).leaves()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.half(), lambda t: t):
+        output = arguments(operator("sdpa"))
+    with pytest.raises(RuntimeError, match=pattern("lse of dtype float|got half")):
+        output.sum().backward()
+
+
+@pytest.mark.parametrize("where", ["the device", "meta"])
+def test_dropout_without_a_seed(where, device):
+    arguments = Case("", options={"dropout_p": 0.5}).build(
+        torch.float32, "meta" if where == "meta" else device
+    )
+    with pytest.raises(RuntimeError, match=pattern("dropout_seed|got none")):
+        all_outputs(arguments)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors(layout):
+    nested = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)], layout=layout)
+    with pytest.raises(RuntimeError, match=pattern("query|dense|got")):
+        torch.ops.attn_ext.sdpa(nested, nested, nested, dropout_p=0.5)
 
 
 def test_error_leaves_the_operator_usable(device):

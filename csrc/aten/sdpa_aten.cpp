@@ -23,9 +23,9 @@ SdpaOutputs forward_aten(const SdpaArgs& args, SideOutputs wanted) {
   return outputs.join(args.query.options());
 }
 
-SdpaInputs backward_aten(const SdpaOutputs& grads, const SdpaArgs& args, const at::Tensor&, const at::Tensor&,
-                         InputMask wanted) {
-  check_grads(grads, check_args(args));
+SdpaInputs backward_aten(const SdpaOutputs& grads, const SdpaArgs& args, const at::Tensor& output,
+                         const at::Tensor& lse, InputMask wanted) {
+  check_backward(grads, args, output, lse, wanted);
   const Problem problem = make_problem(args);
   const OutputGrads canonical = canonical_grads(problem, grads);
   GradientSums sums(problem, wanted);

@@ -14,7 +14,7 @@ namespace {
 /// The one place where random state is read: a draw from the device's own generator keys the whole call.
 SdpaOutputs forward(SdpaArgs args, SideOutputs wanted) {
   if (args.dropout_p > 0.0) {
-    check_args(args);  // a call that is refused draws nothing
+    check_args(args, Seed::kNotYetDrawn);  // a call that is refused draws nothing
     args.dropout_seed =
         at::randint(std::numeric_limits<int64_t>::max(), {}, args.query.options().dtype(at::kLong));
   }

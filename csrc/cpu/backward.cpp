@@ -135,9 +135,7 @@ SdpaInputs backward_cpu(const SdpaOutputs& grads, const SdpaArgs& args, const at
   if (table == nullptr) {
     return backward_aten(grads, args, output, lse, wanted);
   }
-  const SdpaSizes checked = check_args(args);
-  check_grads(grads, checked);
-  Inputs inputs(args, checked);
+  Inputs inputs(args, check_backward(grads, args, output, lse, wanted));
   const CallSizes& sizes = inputs.sizes;
   const auto dtype = args.query.scalar_type();
   const IncomingGrads incoming(grads, dtype);

@@ -63,8 +63,6 @@ DropoutRule dropout_of(const SdpaArgs& args, const CallSizes& sizes, at::Tensor&
   if (args.dropout_p <= 0.0) {
     return dropout;
   }
-  TORCH_CHECK(args.dropout_seed.defined(),
-              "attn_ext: expected a dropout_seed with dropout_p > 0, but got None");
   seeds = flat_seeds(args.dropout_seed, sizes);
   const bool drops_all = args.dropout_p >= 1.0;
   dropout.enabled = true;

@@ -30,9 +30,9 @@ at::Tensor empty_gradient(const at::Tensor& input, bool wanted) {
   return wanted ? at::empty_symint(input.sym_sizes(), input.options()) : at::Tensor();
 }
 
-SdpaInputs backward_meta(const SdpaOutputs& grads, const SdpaArgs& args, const at::Tensor&, const at::Tensor&,
-                         InputMask wanted) {
-  check_grads(grads, check_args(args));
+SdpaInputs backward_meta(const SdpaOutputs& grads, const SdpaArgs& args, const at::Tensor& output,
+                         const at::Tensor& lse, InputMask wanted) {
+  check_backward(grads, args, output, lse, wanted);
   return {empty_gradient(args.query, wanted.query), empty_gradient(args.key, wanted.key),
           empty_gradient(args.value, wanted.value), empty_gradient(args.attn_mask, wanted.attn_mask),
           empty_gradient(args.sinks, wanted.sinks)};
