@@ -1,11 +1,11 @@
-"""The memory of tensors: that is gone, or too small."""
+"""The memory of tensors: that is gone, that is too small, that is shared until somebody writes."""
 
 import pytest
 import torch
 from torch import Tensor
 
 import attn_ext  # noqa: F401  (loads the operators)
-from attn_ext.testing import OPS, Arguments, Case, all_outputs, backward, operator
+from attn_ext.testing import OPS, Arguments, Case, all_outputs, backward, operator, tensors
 
 DROPOUT = Case("everything", mask="bias", sinks=True, options={"dropout_p": 0.5})
 SEED = torch.tensor(5)
@@ -180,3 +180,59 @@ def test_zero_tensor(device):
         torch.ops.attn_ext.sdpa(zero, key, key), key.mean(-2, keepdim=True).expand(2, 4, 8)
     )
     assert torch.ops.attn_ext.sdpa(zero, key, key, dropout_p=0.5).shape == (2, 4, 8)
+
+
+# copy on write
+
+
+def lazy(tensor: Tensor) -> Tensor:
+    """A clone that shares the memory until one of the two is written to."""
+    clone = torch._lazy_clone(tensor)
+    assert torch._C._is_cow_tensor(clone)
+    return clone
+
+
+def copied(named: dict[str, Tensor]) -> list[str]:
+    return [name for name, tensor in named.items() if not torch._C._is_cow_tensor(tensor)]
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forward_copies_no_lazy_clone(op, dtype, device):
+    arguments = DROPOUT.build(dtype, device)
+    clones = {name: lazy(tensor) for name, tensor in all_inputs(arguments).items()}
+    arguments.with_tensors(clones)(operator(op))
+    assert not copied(clones)
+
+
+def test_forward_copies_no_lazy_clone_of_a_bool_mask_or_a_seed(device):
+    arguments = Case("", mask="bool", options={"dropout_p": 0.5}).build(torch.float32, device)
+    clones = {"attn_mask": lazy(arguments.options["attn_mask"]), "seed": lazy(SEED.to(device))}
+    all_outputs(arguments.with_tensors({"attn_mask": clones["attn_mask"]}), clones["seed"])
+    assert not copied(clones)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_backward_copies_no_lazy_clone(dtype, device):
+    arguments = DROPOUT.build(dtype, device)
+    outputs = all_outputs(arguments, SEED.to(device))
+    inputs = {name: lazy(tensor) for name, tensor in all_inputs(arguments).items()}
+    grads = {name: lazy(torch.ones_like(output)) for name, output in zip(GRADS, outputs, strict=True)}
+    other = {"output": lazy(outputs[0]), "lse": lazy(outputs[1]), "seed": lazy(SEED.to(device))}
+    gradients = backward(
+        tuple(grads.values()),
+        arguments.with_tensors(inputs),
+        other["output"],
+        other["lse"],
+        dropout_seed=other["seed"],
+    )
+    assert all(gradient.isfinite().all() for gradient in tensors(gradients))
+    assert not copied(inputs | grads | other)
+
+
+def test_train_step_copies_no_lazy_clone(device):
+    arguments = Case("", mask="bias", sinks=True).build(torch.float32, device)
+    leaves = {name: lazy(tensor).requires_grad_() for name, tensor in all_inputs(arguments).items()}
+    output = arguments.with_tensors(leaves)(operator("sdpa"))
+    torch.autograd.grad(output, list(leaves.values()), lazy(torch.ones_like(output)))
+    assert not copied(leaves)

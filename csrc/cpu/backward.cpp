@@ -119,11 +119,11 @@ BackwardParams params_of(Inputs& inputs, const IncomingGrads& incoming, const Ou
   params.grad_weights = readable(inputs.views, incoming.weights);
   params.grad_key_mass = readable(inputs.views, incoming.key_mass);
   if (outgoing.mask.defined()) {
-    params.grad_mask = inputs.views.matrix(outgoing.mask);
+    params.grad_mask = inputs.views.writable(outgoing.mask);
     params.grad_mask_size = outgoing.mask.numel();
   }
   if (outgoing.sinks.defined()) {
-    params.grad_sinks = outgoing.sinks.data_ptr();
+    params.grad_sinks = outgoing.sinks.mutable_data_ptr();
   }
   return params;
 }

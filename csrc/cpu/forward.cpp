@@ -27,7 +27,7 @@ at::Tensor empty_output(const CallSizes& sizes, std::initializer_list<int64_t> t
 }
 
 void add_output(Inputs& inputs, ForwardParams& params, const at::Tensor& output) {
-  params.output = inputs.views.matrix(output);
+  params.output = inputs.views.writable(output);
   params.output.column_stride = 1;
 }
 
@@ -47,15 +47,15 @@ SdpaOutputs forward_cpu(const SdpaArgs& args, SideOutputs wanted) {
   outputs.lse = empty_output(sizes, {sizes.query_len}, accumulated);
   auto params = params_over<ForwardParams>(inputs);
   add_output(inputs, params, outputs.output);
-  params.lse = outputs.lse.data_ptr();
+  params.lse = outputs.lse.mutable_data_ptr();
   if (wanted.weights) {
     outputs.weights = empty_output(sizes, {sizes.query_len, sizes.key_len}, dtype);
-    params.weights = inputs.views.matrix(outputs.weights);
+    params.weights = inputs.views.writable(outputs.weights);
     params.weights.column_stride = 1;
   }
   if (wanted.key_mass) {
     outputs.key_mass = empty_output(sizes, {sizes.key_len}, accumulated).zero_();
-    params.key_mass = outputs.key_mass.data_ptr();
+    params.key_mass = outputs.key_mass.mutable_data_ptr();
   }
   run_forward(*table, dtype, params);
   if (wanted.key_mass) {

@@ -30,7 +30,7 @@ template <class Tensor>
 const Tensor& with_huge_pages(const Tensor& tensor) {
   constexpr size_t kLarge = size_t{8} << 20;
   if (tensor.nbytes() >= kLarge) {
-    ask_for_huge_pages(tensor.data_ptr(), tensor.nbytes());
+    ask_for_huge_pages(tensor.mutable_data_ptr(), tensor.nbytes());
   }
   return tensor;
 }

@@ -38,7 +38,7 @@ class OutgoingGrad {
     const auto accumulated = input.options().dtype(accumulation_dtype(dtype_));
     grad_ = is_sum_ ? at::zeros(input.sizes(), accumulated)
                     : with_huge_pages(at::empty(input.sizes(), input.options()));
-    view_ = views.matrix(grad_);
+    view_ = views.writable(grad_);
     view_.column_stride = 1;
   }
 
@@ -50,7 +50,7 @@ class OutgoingGrad {
       return;
     }
     slice_ = at::empty({batches, heads_, matrix_size_}, grad_.options());
-    slice_view_.data = slice_.data_ptr();
+    slice_view_.data = slice_.mutable_data_ptr();
     slice_view_.batch_stride = heads_ * matrix_size_;
     slice_view_.head_stride = matrix_size_;
     slice_view_.row_stride = columns;
@@ -116,6 +116,7 @@ inline at::Tensor sum_sinks(Views& views, const CallSizes& sizes, const at::Tens
   }
   const at::Tensor sum = at::zeros(sinks.sizes(), grads.options());
   const TensorView view = views.per_head(sum);
+  void* sums = sum.mutable_data_ptr();
   const auto add = [&](auto* to, const auto* from) {
     for (int64_t b = 0; b < sizes.batch; ++b) {
       const int64_t offset = view.batch_offsets != nullptr ? view.batch_offsets[b] : b * view.batch_stride;
@@ -124,8 +125,8 @@ inline at::Tensor sum_sinks(Views& views, const CallSizes& sizes, const at::Tens
       }
     }
   };
-  grads.scalar_type() == at::kDouble ? add(static_cast<double*>(view.data), grads.const_data_ptr<double>())
-                                     : add(static_cast<float*>(view.data), grads.const_data_ptr<float>());
+  grads.scalar_type() == at::kDouble ? add(static_cast<double*>(sums), grads.const_data_ptr<double>())
+                                     : add(static_cast<float*>(sums), grads.const_data_ptr<float>());
   return sum.to(sinks.scalar_type());
 }
 

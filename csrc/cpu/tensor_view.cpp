@@ -14,6 +14,12 @@ int64_t stride_from_end(const at::Tensor& tensor, int64_t from_end) {
   return dim >= 0 && tensor.size(dim) != 1 ? tensor.stride(dim) : 0;
 }
 
+/// To read from. Asking for memory to write to would make a tensor that shares its memory until one of the
+/// two is written to (copy on write) copy it.
+void* readable_data(const at::Tensor& tensor) {
+  return const_cast<void*>(tensor.const_data_ptr());
+}
+
 }  // namespace
 
 ScalarKind kind_of(at::ScalarType dtype) {
@@ -59,7 +65,7 @@ c10::SmallVector<int64_t, 8> CallSizes::output_shape(std::initializer_list<int64
 
 TensorView Views::matrix(const at::Tensor& tensor) {
   TensorView view;
-  view.data = tensor.data_ptr();
+  view.data = readable_data(tensor);
   view.column_stride = stride_from_end(tensor, 1);
   view.row_stride = stride_from_end(tensor, 2);
   view.head_stride = stride_from_end(tensor, 3);
@@ -67,9 +73,15 @@ TensorView Views::matrix(const at::Tensor& tensor) {
   return view;
 }
 
+TensorView Views::writable(const at::Tensor& tensor) {
+  TensorView view = matrix(tensor);
+  view.data = tensor.mutable_data_ptr();
+  return view;
+}
+
 TensorView Views::per_head(const at::Tensor& tensor) {
   TensorView view;
-  view.data = tensor.data_ptr();
+  view.data = readable_data(tensor);
   view.head_stride = stride_from_end(tensor, 1);
   set_batch(view, tensor, 1);
   return view;

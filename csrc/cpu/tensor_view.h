@@ -24,13 +24,15 @@ struct CallSizes {
   c10::SmallVector<int64_t, 8> output_shape(std::initializer_list<int64_t> tail) const;
 };
 
-/// Makes views and owns the tables of batch offsets that some of them need.
+/// Makes views and owns the tables of batch offsets that some of them need. A TensorView serves for what is
+/// read and for what is written: only memory of a view made by `writable` may be written to.
 class Views {
  public:
   explicit Views(const CallSizes& sizes) : sizes_(sizes) {}
 
   /// Of (..., heads, rows, columns): dims that are missing or of size 1 broadcast, by a stride of 0.
   TensorView matrix(const at::Tensor& tensor);
+  TensorView writable(const at::Tensor& tensor);
   /// Of (..., heads), as sinks are.
   TensorView per_head(const at::Tensor& tensor);
 
