@@ -1,7 +1,7 @@
 """Masked scaled dot-product attention for PyTorch, as a C++ operator with every derivative."""
 
+from . import _flops, _vmap, reference
 from . import _library as _library
-from . import _vmap, reference
 from ._build_info import version as __version__
 from ._explain import Explanation, available_cpu_capabilities, cpu_capability, explain
 from .functional import sdpa, sdpa_with_key_mass, sdpa_with_lse, sdpa_with_weights
@@ -11,6 +11,7 @@ from .modules import CrossAttention, MultiHeadAttention, ScaledDotProductAttenti
 cmake_prefix_path: str = _library.CMAKE_PREFIX_PATH
 
 _vmap.register()
+_flops.register()
 
 __all__ = [
     "CrossAttention",
