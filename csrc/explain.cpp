@@ -30,12 +30,13 @@ std::string why_composition(const at::Tensor& query) {
 }
 
 Explanation explain_composition(const SdpaArgs& args) {
-  const Problem problem = make_problem(args);
+  const Problem problem = describe(args, Seed::kNotYetDrawn);
+  const ChunkSizes chunk = chunk_sizes(problem);
   int64_t lead = 1;
-  for (const int64_t size : problem.lead) {
+  for (const int64_t size : chunk.lead) {
     lead *= size;
   }
-  const int64_t rows = std::min(rows_per_chunk(problem), problem.query_len);
+  const int64_t rows = std::min(chunk.rows, problem.query_len);
   const auto element = static_cast<int64_t>(at::elementSize(problem.accumulator));
   // Scores, their exponentials and the weights; a draw of dropout is of int64, four words and their products.
   const int64_t score_tensors = 3 * element + (problem.dropout_p > 0.0 ? 8 * 8 : 0);

@@ -18,6 +18,7 @@ NUMERICAL = (
     "test_derivatives.py",
     "test_dropout.py",
     "test_onnx.py",
+    "test_parts.py",
     "test_systems.py",
 )
 OTHERS = [name for name in attn_ext.available_cpu_capabilities() if name != attn_ext.cpu_capability()]
@@ -52,3 +53,25 @@ def test_numerical_tests_pass_on(capability):
     files = [str(TESTS / name) for name in NUMERICAL]
     done = run(capability, "-m", "pytest", "-q", "-x", "--device", "cpu", "-p", "no:cacheprovider", *files)
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+EXPLAIN = """
+import torch, attn_ext
+query = torch.randn(64, 64, 16, 8, dtype=torch.bfloat16, device="{device}")
+key = torch.randn(64, 64, 4096, 8, dtype=torch.bfloat16, device="{device}")
+with torch.profiler.profile() as profile:
+    explanation = attn_ext.explain(query, key, key, dropout_p=0.1)
+assert explanation.path == "aten", explanation
+assert not [e.name for e in profile.events() if e.name.startswith("aten::")]
+print(explanation.scratch_bytes)
+"""
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_explaining_the_composition_computes_nothing(device):
+    done = run("aten", "-c", EXPLAIN.format(device=device))
+    assert done.returncode == 0, done.stderr
+    chunk = {"cpu": 2**20, "meta": 2**24}[
+        device
+    ]  # scores; three tensors of floats, eight of int64 with dropout
+    assert int(done.stdout) <= chunk * (3 * 4 + 8 * 8)

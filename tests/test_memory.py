@@ -160,3 +160,21 @@ def test_the_gradient_of_a_broadcast_input_is_never_expanded(shared, dtype):
     print(call(256))
     """
     assert printed(program) < 32
+
+
+def test_many_heads_of_many_keys_take_no_more_than_few():
+    """Sixteen rows of all heads at once would be 128 MiB for each of a dozen temporaries."""
+    program = """
+    def call(heads, keys):
+        query = torch.randn(heads, 16, 2, requires_grad=True)
+        key = torch.randn(heads, keys, 2, requires_grad=True)
+        before = peak()
+        loss = torch.ops.attn_ext.sdpa(query, key, key).square().sum()
+        (grad,) = torch.autograd.grad(loss, query, create_graph=True)
+        torch.autograd.grad(grad.square().sum(), (query, key))
+        return peak() - before
+
+    call(8, 64)
+    print(call(1024, 2048))
+    """
+    assert printed(program) < 256

@@ -32,6 +32,11 @@ OutputGrads canonical_grads(const Problem& problem, const SdpaOutputs& grads) {
           canonical(grads.key_mass, 1)};
 }
 
+OutputGrads of_part(const Problem& part, const OutputGrads& grads) {
+  return {of_part(part, grads.output), of_part(part, grads.lse), of_part(part, grads.weights),
+          of_part(part, grads.key_mass)};
+}
+
 OutputGrads narrow_grads(const Problem& problem, const OutputGrads& grads, const ChunkBounds& bounds) {
   OutputGrads narrowed;
   const auto dtype = problem.accumulator;
@@ -99,9 +104,8 @@ at::Tensor value_grad(const Problem& problem, const Chunk& chunk, const at::Tens
              : at::Tensor();
 }
 
-GradientSums::GradientSums(const Problem& problem, InputMask wanted)
+GradientSums::GradientSums(const Problem& problem)
     : problem_(problem),
-      wanted_(wanted),
       query_(-2, problem.query_len),
       mask_rows_(-2, problem.query_len),
       key_(-2, problem.key_len),
@@ -127,19 +131,39 @@ void GradientSums::add_sinks(const at::Tensor& grad) {
   }
 }
 
-SdpaInputs GradientSums::finish(const SdpaArgs& args) const {
-  const auto finish_one = [](const at::Tensor& sum, const at::Tensor& input, bool wanted) {
-    if (!wanted) {
+SdpaInputs GradientSums::join() const {
+  return {query_.join(), key_.total(), value_.total(), mask_sum_.defined() ? mask_sum_ : mask_rows_.join(),
+          sinks_};
+}
+
+WholeGradients::WholeGradients(const Problem& problem)
+    : query_(lead_of(problem.query)),
+      key_(lead_of(problem.key)),
+      value_(lead_of(problem.value)),
+      attn_mask_(problem.attn_mask.defined() ? PartSum(lead_of(problem.attn_mask)) : PartSum()),
+      sinks_(problem.sinks.defined() ? PartSum(problem.sinks.sizes()) : PartSum()) {}
+
+void WholeGradients::add(const Problem& part, const SdpaInputs& gradients) {
+  query_.add(part, gradients.query);
+  key_.add(part, gradients.key);
+  value_.add(part, gradients.value);
+  attn_mask_.add(part, gradients.attn_mask);
+  sinks_.add(part, gradients.sinks);
+}
+
+SdpaInputs WholeGradients::finish(const SdpaArgs& args, InputMask wanted) const {
+  const auto finish_one = [](const PartSum& parts, const at::Tensor& input, bool is_wanted) {
+    const at::Tensor sum = parts.total();
+    if (!is_wanted) {
       return at::Tensor();
     }
     return sum.defined() ? sum.to(input.scalar_type()).reshape(input.sizes()).contiguous()
                          : at::zeros(input.sizes(), input.options());
   };
-  const at::Tensor mask = mask_sum_.defined() ? mask_sum_ : mask_rows_.join();
-  return {finish_one(query_.join(), args.query, wanted_.query),
-          finish_one(key_.total(), args.key, wanted_.key),
-          finish_one(value_.total(), args.value, wanted_.value),
-          finish_one(mask, args.attn_mask, wanted_.attn_mask), finish_one(sinks_, args.sinks, wanted_.sinks)};
+  return {finish_one(query_, args.query, wanted.query), finish_one(key_, args.key, wanted.key),
+          finish_one(value_, args.value, wanted.value),
+          finish_one(attn_mask_, args.attn_mask, wanted.attn_mask),
+          finish_one(sinks_, args.sinks, wanted.sinks)};
 }
 
 }  // namespace attn_ext

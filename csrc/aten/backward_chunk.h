@@ -21,6 +21,7 @@ struct OutputGrads {
 };
 
 OutputGrads canonical_grads(const Problem& problem, const SdpaOutputs& grads);
+OutputGrads of_part(const Problem& part, const OutputGrads& grads);
 OutputGrads narrow_grads(const Problem& problem, const OutputGrads& grads, const ChunkBounds& bounds);
 
 struct ScoreGrads {
@@ -51,10 +52,10 @@ at::Tensor value_grad(const Problem& problem, const Chunk& chunk, const at::Tens
 /// -(delta) + dLse a row (lead, rows, 1), of which both dS and the gradient of the sinks are made.
 at::Tensor row_grads(const at::Tensor& delta, const OutputGrads& grads);
 
-/// The gradients of the inputs (or tangents of these), summed over chunks in canonical layout.
+/// The gradients of a part's inputs (or tangents of these), summed over chunks in canonical layout.
 class GradientSums {
  public:
-  GradientSums(const Problem& problem, InputMask wanted);
+  explicit GradientSums(const Problem& problem);
 
   void add_query(const at::Tensor& grad) { query_.add(grad); }
   void add_key(const at::Tensor& grad, const ChunkBounds& bounds) { key_.add(grad, bounds); }
@@ -64,15 +65,28 @@ class GradientSums {
   /// (lead, rows, 1): the sink's weight times the row's gradient.
   void add_sinks(const at::Tensor& grad);
 
-  /// In the shapes and dtypes of the inputs.
-  SdpaInputs finish(const SdpaArgs& args) const;
+  /// Undefined where no chunk added anything.
+  SdpaInputs join() const;
 
  private:
   const Problem& problem_;
-  InputMask wanted_;
   RowPieces query_, mask_rows_;
   KeySum key_, value_;
   at::Tensor mask_sum_, sinks_;
+};
+
+/// The gradients of a call's inputs (or tangents of these).
+class WholeGradients {
+ public:
+  explicit WholeGradients(const Problem& problem);
+
+  void add(const Problem& part, const SdpaInputs& gradients);
+
+  /// In the shapes and dtypes of the inputs; zeros where no part added anything to what is wanted.
+  SdpaInputs finish(const SdpaArgs& args, InputMask wanted) const;
+
+ private:
+  PartSum query_, key_, value_, attn_mask_, sinks_;
 };
 
 }  // namespace attn_ext

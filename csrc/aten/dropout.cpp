@@ -45,10 +45,18 @@ at::Tensor batch_index(const Problem& problem, int64_t seed_dims, const at::Tens
   Dims shape(problem.layout.batch_dims + 5, 1);
   int64_t count = 1;
   for (int64_t dim = seed_dims; dim < problem.layout.batch_dims; ++dim) {
-    shape[dim] = problem.lead[dim];
-    count *= problem.lead[dim];
+    shape[dim] = problem.whole_lead[dim];
+    count *= problem.whole_lead[dim];
   }
-  return at::arange(count, options).view(shape);
+  return of_part(problem, at::arange(count, options).view(shape));
+}
+
+/// Of the query's heads, of the same dims.
+at::Tensor head_index(const Problem& problem, const at::TensorOptions& options) {
+  const int64_t key_heads = problem.layout.key_heads, group = problem.layout.group;
+  Dims shape(problem.layout.batch_dims, 1);
+  shape.append({key_heads, group, 1, 1, 1});
+  return of_part(problem, at::arange(key_heads * group, options).view(shape));
 }
 
 }  // namespace
@@ -57,17 +65,15 @@ at::Tensor dropout_multiplier(const Problem& problem, const ChunkBounds& bounds)
   const auto options = problem.dropout_seed.options();
   const int64_t block_begin = bounds.key_begin / kBlockColumns;
   const int64_t block_end = (bounds.key_end + kBlockColumns - 1) / kBlockColumns;
-  const int64_t heads = problem.layout.key_heads * problem.layout.group;
 
   // Every tensor has dims (lead, rows, blocks, lanes).
   const at::Tensor seed = problem.dropout_seed.unsqueeze(-1);
   const at::Tensor columns =
       at::arange(block_begin * kLanes, block_end * kLanes, options).view({block_end - block_begin, kLanes});
   const at::Tensor rows = at::arange(bounds.row_begin, bounds.row_end, options).view({bounds.rows(), 1, 1});
-  const at::Tensor head =
-      at::arange(heads, options).view({problem.layout.key_heads, problem.layout.group, 1, 1, 1});
-  const Counter words = philox({columns, rows, head, batch_index(problem, problem.seed_dims, options)},
-                               seed.__and__(kLow32), seed.__rshift__(32).__and__(kLow32));
+  const Counter words =
+      philox({columns, rows, head_index(problem, options), batch_index(problem, problem.seed_dims, options)},
+             seed.__and__(kLow32), seed.__rshift__(32).__and__(kLow32));
 
   const at::Tensor draws = at::stack(at::TensorList(words.data(), kWords), -2).flatten(-3);
   const int64_t skipped = bounds.key_begin - block_begin * kBlockColumns;

@@ -53,6 +53,44 @@ void KeySum::add(const at::Tensor& part, const ChunkBounds& bounds) {
   }
 }
 
+void PartSum::add(const Problem& part, const at::Tensor& piece) {
+  if (!piece.defined()) {
+    return;
+  }
+  Dims shape(lead_);
+  shape.append(piece.sizes().begin() + static_cast<int64_t>(lead_.size()), piece.sizes().end());
+  if (piece.sizes() != at::IntArrayRef(shape) && pieces_.empty() && is_plain(piece)) {
+    if (!whole_.defined()) {
+      whole_ = at::zeros(shape, piece.options());
+    }
+    of_part(part, whole_).add_(piece);
+    return;
+  }
+  int64_t place = 0;
+  for (size_t dim = 0; dim < lead_.size(); ++dim) {
+    place = place * lead_[dim] + (lead_[dim] == 1 ? 0 : part.lead_begin[dim]);
+  }
+  pieces_[place] = plus(pieces_[place], piece);
+}
+
+at::Tensor PartSum::total() const {
+  if (whole_.defined() || pieces_.empty()) {
+    return whole_;
+  }
+  if (pieces_.size() == 1) {
+    return pieces_.begin()->second;
+  }
+  const auto lead_dims = static_cast<int64_t>(lead_.size());
+  std::vector<at::Tensor> flat;  // in order of their places
+  for (const auto& [place, piece] : pieces_) {
+    flat.push_back(piece.flatten(0, lead_dims - 1));
+  }
+  const at::Tensor joined = at::cat(flat, 0);
+  Dims shape(lead_);
+  shape.append(joined.sizes().begin() + 1, joined.sizes().end());
+  return joined.reshape(shape);
+}
+
 OutputPieces::OutputPieces(const Problem& problem, SideOutputs wanted)
     : problem_(problem),
       wanted_(wanted),
@@ -78,9 +116,30 @@ void OutputPieces::add(const ChunkBounds& bounds, const at::Tensor& values, cons
   }
 }
 
-SdpaOutputs OutputPieces::join(const std::optional<at::TensorOptions>& zeros) const {
-  const auto finish = [&](const at::Tensor& result, std::initializer_list<int64_t> tail,
-                          at::ScalarType dtype) {
+SdpaOutputs OutputPieces::join() const {
+  const at::Tensor& mass = key_mass_.total();
+  return {output_.join(), lse_.join(), weights_.join(),
+          mass.defined() ? mass.expand(problem_.with_tail({problem_.key_len})) : mass};
+}
+
+WholeOutputs::WholeOutputs(const Problem& problem, SideOutputs wanted)
+    : problem_(problem),
+      wanted_(wanted),
+      output_(problem.lead),
+      lse_(problem.lead),
+      weights_(problem.lead),
+      key_mass_(problem.lead) {}
+
+void WholeOutputs::add(const Problem& part, const SdpaOutputs& outputs) {
+  output_.add(part, outputs.output);
+  lse_.add(part, outputs.lse);
+  weights_.add(part, outputs.weights);
+  key_mass_.add(part, outputs.key_mass);
+}
+
+SdpaOutputs WholeOutputs::finish(const std::optional<at::TensorOptions>& zeros) const {
+  const auto finish_one = [&](const at::Tensor& result, std::initializer_list<int64_t> tail,
+                              at::ScalarType dtype) {
     const Dims shape = problem_.output_shape(tail);
     if (!result.defined()) {
       return zeros ? at::zeros(shape, zeros->dtype(dtype)) : result;
@@ -88,15 +147,13 @@ SdpaOutputs OutputPieces::join(const std::optional<at::TensorOptions>& zeros) co
     return result.to(dtype).reshape(shape).contiguous();
   };
   SdpaOutputs outputs;
-  outputs.output = finish(output_.join(), {problem_.query_len, problem_.value_dim}, problem_.dtype);
-  outputs.lse = finish(lse_.join(), {problem_.query_len}, problem_.accumulator);
+  outputs.output = finish_one(output_.total(), {problem_.query_len, problem_.value_dim}, problem_.dtype);
+  outputs.lse = finish_one(lse_.total(), {problem_.query_len}, problem_.accumulator);
   if (wanted_.weights) {
-    outputs.weights = finish(weights_.join(), {problem_.query_len, problem_.key_len}, problem_.dtype);
+    outputs.weights = finish_one(weights_.total(), {problem_.query_len, problem_.key_len}, problem_.dtype);
   }
   if (wanted_.key_mass) {
-    const at::Tensor& total = key_mass_.total();
-    outputs.key_mass = finish(total.defined() ? total.expand(problem_.with_tail({problem_.key_len})) : total,
-                              {problem_.key_len}, problem_.dtype);
+    outputs.key_mass = finish_one(key_mass_.total(), {problem_.key_len}, problem_.dtype);
   }
   return outputs;
 }

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <map>
 #include <vector>
 
 #include "problem.h"
@@ -41,7 +42,25 @@ class KeySum {
   at::Tensor total_;
 };
 
-/// The outputs (or their tangents).
+/// A result put together from the parts of a call. Parts that fall on the same place, because the result is
+/// that of an input that is broadcast over what lies between them, are added up.
+class PartSum {
+ public:
+  PartSum() = default;
+  /// `lead`: the result's own lead dims, 1 where it is broadcast.
+  explicit PartSum(at::IntArrayRef lead) : lead_(lead.begin(), lead.end()) {}
+
+  /// (lead dims of the part or 1, tail...)
+  void add(const Problem& part, const at::Tensor& piece);
+  at::Tensor total() const;
+
+ private:
+  Dims lead_;
+  at::Tensor whole_;                      // written in place, where nobody looks on; else
+  std::map<int64_t, at::Tensor> pieces_;  // by the place where they begin, the lead dims flat
+};
+
+/// The outputs (or their tangents) of a part.
 class OutputPieces {
  public:
   OutputPieces(const Problem& problem, SideOutputs wanted);
@@ -50,14 +69,30 @@ class OutputPieces {
   void add(const ChunkBounds& bounds, const at::Tensor& values, const at::Tensor& lse,
            const at::Tensor& weights);
 
-  /// In the shapes and dtypes of the outputs; what no chunk added to is undefined, or made of `zeros`.
-  SdpaOutputs join(const std::optional<at::TensorOptions>& zeros = std::nullopt) const;
+  /// (lead, ...); what no chunk added to is undefined.
+  SdpaOutputs join() const;
 
  private:
   const Problem& problem_;
   SideOutputs wanted_;
   RowPieces output_, lse_, weights_;
   KeySum key_mass_;
+};
+
+/// The outputs (or their tangents) of a call.
+class WholeOutputs {
+ public:
+  WholeOutputs(const Problem& problem, SideOutputs wanted);
+
+  void add(const Problem& part, const SdpaOutputs& outputs);
+
+  /// In the shapes and dtypes of the outputs; what no part added to is undefined, or made of `zeros`.
+  SdpaOutputs finish(const std::optional<at::TensorOptions>& zeros = std::nullopt) const;
+
+ private:
+  const Problem& problem_;
+  SideOutputs wanted_;
+  PartSum output_, lse_, weights_, key_mass_;
 };
 
 /// (..., keys of the chunk, ...) -> (..., Lk, ...), zero at the other keys.

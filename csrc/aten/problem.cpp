@@ -16,10 +16,6 @@ at::Tensor pad_front(const at::Tensor& tensor, int64_t dims) {
   return tensor.view(shape);
 }
 
-int64_t broadcast_size(int64_t a, int64_t b) {
-  return a == 1 ? b : a;
-}
-
 Band band_of(const SdpaArgs& args) {
   const int64_t offset = clamp_distance(args.query_offset);
   Band band;
@@ -31,15 +27,6 @@ Band band_of(const SdpaArgs& args) {
     band.high = offset + (args.is_causal ? std::min<int64_t>(right, 0) : right);
   }
   return band;
-}
-
-Dims lead_of(const Problem& problem) {
-  Dims lead;
-  for (int64_t dim = 0; dim < problem.query.dim() - 2; ++dim) {
-    lead.push_back(broadcast_size(problem.query.size(dim),
-                                  broadcast_size(problem.key.size(dim), problem.value.size(dim))));
-  }
-  return lead;
 }
 
 }  // namespace
@@ -74,8 +61,8 @@ Dims Problem::output_shape(std::initializer_list<int64_t> tail) const {
   return shape;
 }
 
-Problem make_problem(const SdpaArgs& args) {
-  const SdpaSizes sizes = check_args(args);
+Problem describe(const SdpaArgs& args, Seed seed) {
+  const SdpaSizes sizes = check_args(args, seed);
   const auto number = [](const c10::SymInt& size) { return size.guard_int(__FILE__, __LINE__); };
   Problem problem;
   const int64_t key_heads = number(sizes.key_heads), heads = number(sizes.heads);
@@ -83,6 +70,13 @@ Problem make_problem(const SdpaArgs& args) {
                     .key_heads = key_heads,
                     .group = key_heads == 0 ? 1 : heads / key_heads,
                     .has_heads = sizes.has_heads};
+  for (const c10::SymInt& size : sizes.batch) {
+    problem.lead.push_back(number(size));
+  }
+  problem.lead.append({problem.layout.key_heads, problem.layout.group});
+  problem.whole_lead = problem.lead;
+  problem.lead_begin.assign(problem.lead.size(), 0);
+  problem.on_cpu = args.query.device().is_cpu();
   problem.query_len = number(sizes.query_len);
   problem.key_len = number(sizes.key_len);
   problem.head_dim = number(sizes.head_dim);
@@ -93,12 +87,15 @@ Problem make_problem(const SdpaArgs& args) {
   problem.softcap = softcap_of(args);
   problem.dropout_p = args.dropout_p;
   problem.band = band_of(args);
+  return problem;
+}
 
+Problem make_problem(const SdpaArgs& args) {
+  Problem problem = describe(args);
   const Layout& layout = problem.layout;
   problem.query = layout.of_query_heads(args.query, 2);
   problem.key = layout.of_key_heads(args.key, 2).to(problem.accumulator);
   problem.value = layout.of_key_heads(args.value, 2).to(problem.accumulator);
-  problem.lead = lead_of(problem);
   if (args.attn_mask.defined()) {
     problem.attn_mask = layout.of_query_heads(args.attn_mask, 2);
   }
@@ -114,17 +111,61 @@ Problem make_problem(const SdpaArgs& args) {
   return problem;
 }
 
-int64_t rows_per_chunk(const Problem& problem) {
+at::Tensor of_part(const Problem& part, const at::Tensor& tensor) {
+  at::Tensor narrowed = tensor;
+  for (size_t dim = 0; tensor.defined() && dim < part.lead.size(); ++dim) {
+    const auto place = static_cast<int64_t>(dim);
+    if (tensor.size(place) != 1 && tensor.size(place) != part.lead[dim]) {
+      narrowed = narrowed.narrow(place, part.lead_begin[dim], part.lead[dim]);
+    }
+  }
+  return narrowed;
+}
+
+ChunkSizes chunk_sizes(const Problem& problem) {
   // What a score tensor of one chunk may hold, in elements. On the CPU not much more than a cache: of larger
   // blocks the C library's allocator keeps many times what is in use.
-  const int64_t chunk_elements = problem.query.device().is_cpu() ? int64_t{1} << 20 : int64_t{1} << 24;
+  const int64_t chunk_elements = problem.on_cpu ? int64_t{1} << 20 : int64_t{1} << 24;
   constexpr int64_t kMinimumRows = 16;
+  const int64_t query_len = std::max<int64_t>(problem.query_len, 1);
   int64_t columns = std::max<int64_t>(problem.key_len, 1);
-  for (const int64_t size : problem.lead) {
+  // How many of the lead dims' product fit with the fewest rows. Inner dims are taken whole, one is cut, and
+  // of those before it each chunk has one.
+  int64_t fit = std::max<int64_t>(chunk_elements / (columns * std::min(kMinimumRows, query_len)), 1);
+  ChunkSizes sizes{problem.lead, 0};
+  for (size_t dim = sizes.lead.size(); dim-- > 0;) {
+    int64_t& size = sizes.lead[dim];
+    const bool is_cut = fit < size;
+    size = std::min(size, fit);
+    fit = is_cut ? 1 : std::max<int64_t>(fit / std::max<int64_t>(size, 1), 1);
     columns *= std::max<int64_t>(size, 1);
   }
-  return std::clamp<int64_t>(chunk_elements / columns, kMinimumRows,
-                             std::max<int64_t>(problem.query_len, kMinimumRows));
+  sizes.rows = std::clamp(chunk_elements / columns, kMinimumRows, std::max(query_len, kMinimumRows));
+  return sizes;
+}
+
+Problem part_of(const Problem& problem, const Dims& begin, const Dims& sizes) {
+  Problem part = problem;
+  part.lead_begin = begin;
+  for (size_t dim = 0; dim < begin.size(); ++dim) {
+    part.lead[dim] = std::min(sizes[dim], problem.lead[dim] - begin[dim]);
+  }
+  for (at::Tensor* tensor :
+       {&part.query, &part.key, &part.value, &part.attn_mask, &part.sinks, &part.dropout_seed}) {
+    *tensor = of_part(part, *tensor);
+  }
+  return part;
+}
+
+bool advance(Dims& begin, const Dims& sizes, const Dims& lead) {
+  for (size_t dim = begin.size(); dim-- > 0;) {
+    begin[dim] += sizes[dim];
+    if (begin[dim] < lead[dim]) {
+      return true;
+    }
+    begin[dim] = 0;
+  }
+  return false;
 }
 
 }  // namespace attn_ext

@@ -35,7 +35,10 @@ struct Layout {
 
 struct Problem {
   Layout layout;
-  Dims lead;  // sizes of (batch..., Hkv, G) after broadcasting
+  Dims lead;        // sizes of (batch..., Hkv, G) after broadcasting
+  Dims whole_lead;  // the same; of a part of a call, the call's
+  Dims lead_begin;  // where a part begins in the lead dims of the call
+  bool on_cpu;
   int64_t query_len, key_len, head_dim, value_dim;
   at::ScalarType dtype;        // of query, key, value, output
   at::ScalarType accumulator;  // of scores, softmax and sums
@@ -56,7 +59,38 @@ struct Problem {
   Dims output_shape(std::initializer_list<int64_t> tail) const;
 };
 
+/// The call in numbers, without its tensors.
+Problem describe(const SdpaArgs& args, Seed seed = Seed::kGiven);
 Problem make_problem(const SdpaArgs& args);
+
+/// What of a (lead, ...) tensor of the call belongs to a part of it: broadcast dims stay 1, undefined stays
+/// so.
+at::Tensor of_part(const Problem& part, const at::Tensor& tensor);
+
+/// How much is worked on at once: as many heads and batches as keep a few rows' scores in bounds, then as
+/// many rows, whatever the length of the query.
+struct ChunkSizes {
+  Dims lead;
+  int64_t rows;
+};
+ChunkSizes chunk_sizes(const Problem& problem);
+
+/// The call's part that begins at `begin` and is of `sizes` in the lead dims, or of what is left there.
+Problem part_of(const Problem& problem, const Dims& begin, const Dims& sizes);
+/// On to the next part, the last dim first; false after the last part.
+bool advance(Dims& begin, const Dims& sizes, const Dims& lead);
+
+template <class Function>
+void for_each_part(const Problem& problem, Function function) {
+  const Dims sizes = chunk_sizes(problem).lead;
+  if (sizes == problem.lead) {
+    return function(problem);
+  }
+  Dims begin(sizes.size(), 0);
+  do {
+    function(part_of(problem, begin, sizes));
+  } while (advance(begin, sizes, problem.lead));
+}
 
 /// Rows of the query, and the only keys that the band lets them see.
 struct ChunkBounds {
@@ -66,12 +100,9 @@ struct ChunkBounds {
   int64_t keys() const { return key_end - key_begin; }
 };
 
-/// As many rows to a chunk as keep the scores of one chunk in bounds, whatever the length of the query.
-int64_t rows_per_chunk(const Problem& problem);
-
 template <class Function>
 void for_each_chunk(const Problem& problem, Function function) {
-  const int64_t step = rows_per_chunk(problem);
+  const int64_t step = chunk_sizes(problem).rows;
   for (int64_t begin = 0; begin < problem.query_len; begin += step) {
     const int64_t end = std::min(begin + step, problem.query_len);
     int64_t key_begin = problem.band.low ? std::max<int64_t>(begin + *problem.band.low, 0) : 0;

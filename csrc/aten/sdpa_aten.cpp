@@ -14,13 +14,17 @@ namespace attn_ext {
 
 SdpaOutputs forward_aten(const SdpaArgs& args, SideOutputs wanted) {
   const Problem problem = make_problem(args);
-  OutputPieces outputs(problem, wanted);
-  for_each_chunk(problem, [&](const ChunkBounds& bounds) {
-    const Chunk chunk = make_chunk(problem, bounds);
-    const at::Tensor applied = chunk.applied_weights();
-    outputs.add(bounds, weighted_values(chunk, applied, chunk.value), chunk.lse, applied);
+  WholeOutputs outputs(problem, wanted);
+  for_each_part(problem, [&](const Problem& part) {
+    OutputPieces pieces(part, wanted);
+    for_each_chunk(part, [&](const ChunkBounds& bounds) {
+      const Chunk chunk = make_chunk(part, bounds);
+      const at::Tensor applied = chunk.applied_weights();
+      pieces.add(bounds, weighted_values(chunk, applied, chunk.value), chunk.lse, applied);
+    });
+    outputs.add(part, pieces.join());
   });
-  return outputs.join(args.query.options());
+  return outputs.finish(args.query.options());
 }
 
 SdpaInputs backward_aten(const SdpaOutputs& grads, const SdpaArgs& args, const at::Tensor& output,
@@ -28,28 +32,33 @@ SdpaInputs backward_aten(const SdpaOutputs& grads, const SdpaArgs& args, const a
   check_backward(grads, args, output, lse, wanted);
   const Problem problem = make_problem(args);
   const OutputGrads canonical = canonical_grads(problem, grads);
-  GradientSums sums(problem, wanted);
-  for_each_chunk(problem, [&](const ChunkBounds& bounds) {
-    const Chunk chunk = make_chunk(problem, bounds);
-    const OutputGrads incoming = narrow_grads(problem, canonical, bounds);
-    const ScoreGrads scores = score_grads(problem, chunk, incoming);
-    if (wanted.query) {
-      sums.add_query(query_grad(problem, chunk, scores.products, chunk.key));
-    }
-    if (wanted.key) {
-      sums.add_key(key_grad(problem, chunk, scores.products, chunk.query), bounds);
-    }
-    if (wanted.value) {
-      sums.add_value(value_grad(problem, chunk, chunk.applied_weights(), incoming.output), bounds);
-    }
-    if (wanted.attn_mask) {
-      sums.add_scores(scores.scores, bounds);
-    }
-    if (wanted.sinks) {
-      sums.add_sinks(times(chunk.sink_weights.unsqueeze(-1), row_grads(scores.delta, incoming)));
-    }
+  WholeGradients gradients(problem);
+  for_each_part(problem, [&](const Problem& part) {
+    const OutputGrads part_grads = of_part(part, canonical);
+    GradientSums sums(part);
+    for_each_chunk(part, [&](const ChunkBounds& bounds) {
+      const Chunk chunk = make_chunk(part, bounds);
+      const OutputGrads incoming = narrow_grads(part, part_grads, bounds);
+      const ScoreGrads scores = score_grads(part, chunk, incoming);
+      if (wanted.query) {
+        sums.add_query(query_grad(part, chunk, scores.products, chunk.key));
+      }
+      if (wanted.key) {
+        sums.add_key(key_grad(part, chunk, scores.products, chunk.query), bounds);
+      }
+      if (wanted.value) {
+        sums.add_value(value_grad(part, chunk, chunk.applied_weights(), incoming.output), bounds);
+      }
+      if (wanted.attn_mask) {
+        sums.add_scores(scores.scores, bounds);
+      }
+      if (wanted.sinks) {
+        sums.add_sinks(times(chunk.sink_weights.unsqueeze(-1), row_grads(scores.delta, incoming)));
+      }
+    });
+    gradients.add(part, sums.join());
   });
-  return sums.finish(args);
+  return gradients.finish(args, wanted);
 }
 
 TORCH_LIBRARY_IMPL(attn_ext, CompositeExplicitAutograd, m) {

@@ -38,6 +38,11 @@ Direction canonical_direction(const Problem& problem, const SdpaInputs& directio
   return canonical;
 }
 
+Direction of_part(const Problem& part, const Direction& direction) {
+  return {of_part(part, direction.query), of_part(part, direction.key), of_part(part, direction.value),
+          of_part(part, direction.attn_mask), of_part(part, direction.sinks)};
+}
+
 Direction narrow_direction(const Problem& problem, const Direction& direction, const ChunkBounds& bounds) {
   Direction narrowed;
   if (direction.query.defined()) {
@@ -135,17 +140,22 @@ SdpaOutputs forward_tangents(const SdpaArgs& args, const SdpaInputs& direction, 
   const cpu::OneThreadInForkedChild guard;
   const Problem problem = make_problem(args);
   const Direction canonical = canonical_direction(problem, direction);
-  OutputPieces outputs(problem, wanted);
-  for_each_chunk(problem, [&](const ChunkBounds& bounds) {
-    const Chunk chunk = make_chunk(problem, bounds);
-    const Direction along = narrow_direction(problem, canonical, bounds);
-    const ChunkTangent tangent = chunk_tangent(problem, chunk, along);
-    const at::Tensor applied = tangent.applied_weights(chunk);
-    const at::Tensor values = plus(weighted_values(chunk, applied, chunk.value),
-                                   weighted_values(chunk, chunk.applied_weights(), along.value));
-    outputs.add(bounds, values, tangent.lse.defined() ? tangent.lse.squeeze(-1) : tangent.lse, applied);
+  WholeOutputs outputs(problem, wanted);
+  for_each_part(problem, [&](const Problem& part) {
+    const Direction direction_of_part = of_part(part, canonical);
+    OutputPieces pieces(part, wanted);
+    for_each_chunk(part, [&](const ChunkBounds& bounds) {
+      const Chunk chunk = make_chunk(part, bounds);
+      const Direction along = narrow_direction(part, direction_of_part, bounds);
+      const ChunkTangent tangent = chunk_tangent(part, chunk, along);
+      const at::Tensor applied = tangent.applied_weights(chunk);
+      const at::Tensor values = plus(weighted_values(chunk, applied, chunk.value),
+                                     weighted_values(chunk, chunk.applied_weights(), along.value));
+      pieces.add(bounds, values, tangent.lse.defined() ? tangent.lse.squeeze(-1) : tangent.lse, applied);
+    });
+    outputs.add(part, pieces.join());
   });
-  return outputs.join();
+  return outputs.finish();
 }
 
 SdpaInputs backward_tangents(const SdpaOutputs& grads, const SdpaArgs& args, const SdpaOutputs& grad_tangents,
@@ -155,39 +165,46 @@ SdpaInputs backward_tangents(const SdpaOutputs& grads, const SdpaArgs& args, con
   const Direction canonical = canonical_direction(problem, direction);
   const OutputGrads all_grads = canonical_grads(problem, grads);
   const OutputGrads all_grad_tangents = canonical_grads(problem, grad_tangents);
-  GradientSums sums(problem, wanted);
-  for_each_chunk(problem, [&](const ChunkBounds& bounds) {
-    const Chunk chunk = make_chunk(problem, bounds);
-    const Direction along = narrow_direction(problem, canonical, bounds);
-    const ChunkTangent tangent = chunk_tangent(problem, chunk, along);
-    const OutputGrads incoming = narrow_grads(problem, all_grads, bounds);
-    const OutputGrads incoming_tangents = narrow_grads(problem, all_grad_tangents, bounds);
-    const ScoreGrads scores = score_grads(problem, chunk, incoming);
-    const ScoreGrads dot =
-        score_grad_tangents(problem, chunk, tangent, incoming, incoming_tangents, along, scores);
-    if (wanted.query) {
-      sums.add_query(plus(query_grad(problem, chunk, dot.products, chunk.key),
-                          query_grad(problem, chunk, scores.products, along.key)));
-    }
-    if (wanted.key) {
-      sums.add_key(plus(key_grad(problem, chunk, dot.products, chunk.query),
-                        key_grad(problem, chunk, scores.products, along.query)),
-                   bounds);
-    }
-    if (wanted.value) {
-      sums.add_value(plus(value_grad(problem, chunk, tangent.applied_weights(chunk), incoming.output),
-                          value_grad(problem, chunk, chunk.applied_weights(), incoming_tangents.output)),
+  WholeGradients gradients(problem);
+  for_each_part(problem, [&](const Problem& part) {
+    const Direction direction_of_part = of_part(part, canonical);
+    const OutputGrads part_grads = of_part(part, all_grads);
+    const OutputGrads part_grad_tangents = of_part(part, all_grad_tangents);
+    GradientSums sums(part);
+    for_each_chunk(part, [&](const ChunkBounds& bounds) {
+      const Chunk chunk = make_chunk(part, bounds);
+      const Direction along = narrow_direction(part, direction_of_part, bounds);
+      const ChunkTangent tangent = chunk_tangent(part, chunk, along);
+      const OutputGrads incoming = narrow_grads(part, part_grads, bounds);
+      const OutputGrads incoming_tangents = narrow_grads(part, part_grad_tangents, bounds);
+      const ScoreGrads scores = score_grads(part, chunk, incoming);
+      const ScoreGrads dot =
+          score_grad_tangents(part, chunk, tangent, incoming, incoming_tangents, along, scores);
+      if (wanted.query) {
+        sums.add_query(plus(query_grad(part, chunk, dot.products, chunk.key),
+                            query_grad(part, chunk, scores.products, along.key)));
+      }
+      if (wanted.key) {
+        sums.add_key(plus(key_grad(part, chunk, dot.products, chunk.query),
+                          key_grad(part, chunk, scores.products, along.query)),
                      bounds);
-    }
-    if (wanted.attn_mask) {
-      sums.add_scores(dot.scores, bounds);
-    }
-    if (wanted.sinks) {
-      sums.add_sinks(plus(times(tangent.sink_weights, row_grads(scores.delta, incoming)),
-                          times(column(chunk.sink_weights), row_grads(dot.delta, incoming_tangents))));
-    }
+      }
+      if (wanted.value) {
+        sums.add_value(plus(value_grad(part, chunk, tangent.applied_weights(chunk), incoming.output),
+                            value_grad(part, chunk, chunk.applied_weights(), incoming_tangents.output)),
+                       bounds);
+      }
+      if (wanted.attn_mask) {
+        sums.add_scores(dot.scores, bounds);
+      }
+      if (wanted.sinks) {
+        sums.add_sinks(plus(times(tangent.sink_weights, row_grads(scores.delta, incoming)),
+                            times(column(chunk.sink_weights), row_grads(dot.delta, incoming_tangents))));
+      }
+    });
+    gradients.add(part, sums.join());
   });
-  return sums.finish(args);
+  return gradients.finish(args, wanted);
 }
 
 }  // namespace attn_ext
