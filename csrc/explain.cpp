@@ -7,6 +7,7 @@
 #include "aten/problem.h"
 #include "capability.h"
 #include "cpu/call.h"
+#include "cpu/fork.h"
 #include "cpu/planned_call.h"
 
 namespace attn_ext {
@@ -73,6 +74,7 @@ Explanation explain_kernels(SdpaArgs args, const cpu::KernelTable& table) {
     args.dropout_seed =
         at::zeros({}, args.query.options().dtype(at::kLong));  // as good as any: nothing is drawn
   }
+  const cpu::OneThreadInForkedChild guard;
   const cpu::Inputs inputs(args, check_args(args));
   const auto params = cpu::params_over<cpu::ForwardParams>(inputs);
   const int threads = cpu::useful_threads(params.shape);
@@ -88,12 +90,20 @@ Explanation explain_kernels(SdpaArgs args, const cpu::KernelTable& table) {
           .reason = text.why};
 }
 
+constexpr const char* kOneThread =
+    "; on one thread: this process was forked inside a parallel region, whose threads stayed in the parent";
+
 }  // namespace
 
 Explanation explain(const SdpaArgs& args) {
   const cpu::KernelTable* table = cpu::kernels_in_use();
-  const bool on_kernels = table != nullptr && args.query.device().is_cpu();
-  return on_kernels ? explain_kernels(args, *table) : explain_composition(args);
+  const bool on_cpu = args.query.device().is_cpu();
+  Explanation explanation =
+      table != nullptr && on_cpu ? explain_kernels(args, *table) : explain_composition(args);
+  if (on_cpu && cpu::only_one_thread_is_safe()) {
+    explanation.reason += kOneThread;
+  }
+  return explanation;
 }
 
 }  // namespace attn_ext

@@ -176,6 +176,59 @@ def test_a_fork_in_a_fork_s_child(jobs, expected):
     assert in_child(lambda: in_child(lambda: raw([work(jobs[1])]))) == raw(expected[1:2])
 
 
+def threads_of_this_process() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_a_fork_s_child_has_threads_of_its_own(jobs, expected):
+    """Whether or not the parent had started any."""
+    if torch.get_num_threads() == 1:
+        pytest.skip("one thread is all there is")
+
+    def answer() -> tuple[int, str, list]:
+        before = threads_of_this_process()
+        results = raw([work(job) for job in jobs])
+        query = torch.empty(2, 8, 256, 64)
+        return threads_of_this_process() - before, attn_ext.explain(query, query, query).reason, results
+
+    started, reason, results = in_child(answer)
+    assert started >= torch.get_num_threads() - 1
+    assert "one thread" not in reason
+    assert results == raw(expected)
+    assert_same_bits([work(job) for job in jobs], expected)
+
+
+FORK_IN_A_PARALLEL_REGION = """
+import ctypes, os, sys, torch, attn_ext
+
+torch.set_num_threads(2)
+query = torch.randn(2, 8, 256, 64)
+expected = attn_ext.sdpa(query, query, query)
+openmp = ctypes.CDLL(None)
+done = []
+
+@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+def region(_):
+    if openmp.omp_get_thread_num() != 0:
+        return
+    child = os.fork()
+    if child == 0:
+        same = torch.equal(attn_ext.sdpa(query, query, query), expected)
+        reason = attn_ext.explain(query, query, query).reason
+        os._exit(0 if same and "on one thread" in reason and "forked" in reason else 1)
+    done.append(os.waitpid(child, 0)[1])
+
+openmp.GOMP_parallel(region, None, 2, 0)
+sys.exit(done[0])
+"""
+
+
+def test_a_fork_inside_a_parallel_region_leaves_one_thread_and_explain_says_so():
+    program = [sys.executable, "-W", "ignore", "-c", FORK_IN_A_PARALLEL_REGION]
+    done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=HANGS_AFTER)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_fork_while_other_threads_are_at_work(jobs, expected):
     stop = threading.Event()
 

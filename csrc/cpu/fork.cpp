@@ -3,18 +3,33 @@
 #include <ATen/Parallel.h>
 #include <pthread.h>
 
+#include "openmp.h"
+
 namespace attn_ext::cpu {
 
 namespace {
 
-bool is_forked_child = false;
+thread_local bool threads_were_ended = false;  // of the thread that forks, which is the child's only one
+bool one_thread_is_safe = false;
 
-[[maybe_unused]] const int kRegistered = pthread_atfork(nullptr, nullptr, [] { is_forked_child = true; });
+void before_fork() {
+  threads_were_ended = end_waiting_threads();
+}
+
+void in_child() {
+  one_thread_is_safe = one_thread_is_safe || !threads_were_ended;
+}
+
+[[maybe_unused]] const int kRegistered = pthread_atfork(before_fork, nullptr, in_child);
 
 }  // namespace
 
+bool only_one_thread_is_safe() {
+  return one_thread_is_safe;
+}
+
 OneThreadInForkedChild::OneThreadInForkedChild() {
-  if (is_forked_child) {
+  if (only_one_thread_is_safe()) {
     threads_before_ = at::get_num_threads();
     at::set_num_threads(1);  // of the matrix libraries too
   }

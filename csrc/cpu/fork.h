@@ -3,8 +3,16 @@
 
 namespace attn_ext::cpu {
 
-/// While it lives, one thread does all the work, if this process is a fork's child: the threads of OpenMP
-/// stay behind in the parent, and GCC's runtime would wait for them forever.
+// A child has the one thread that called fork(). GCC's OpenMP runtime does not know: it would wait for ever
+// for the threads that stood ready for that thread's next parallel region. So these are ended just before the
+// fork, and parent and child alike start new ones when they need them. What other threads of the parent left
+// behind, no thread of the child ever asks for.
+
+/// Whether this process is a fork's child and the threads could not be ended: fork() was called inside a
+/// parallel region.
+bool only_one_thread_is_safe();
+
+/// While it lives, one thread does all the work where only_one_thread_is_safe.
 class OneThreadInForkedChild {
  public:
   OneThreadInForkedChild();

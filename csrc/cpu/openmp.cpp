@@ -33,7 +33,8 @@ std::optional<OpenMpRuntime> find_runtime() {
   }
   const OpenMpRuntime runtime{reinterpret_cast<decltype(OpenMpRuntime::parallel)>(parallel),
                               reinterpret_cast<int (*)()>(dlsym(library, "omp_get_thread_num")),
-                              reinterpret_cast<int (*)()>(dlsym(library, "omp_get_num_threads"))};
+                              reinterpret_cast<int (*)()>(dlsym(library, "omp_get_num_threads")),
+                              reinterpret_cast<int (*)(int)>(dlsym(library, "omp_pause_resource_all"))};
   if (runtime.thread_num == nullptr || runtime.num_threads == nullptr) {
     dlclose(library);
     return std::nullopt;

@@ -9,6 +9,7 @@ struct OpenMpRuntime {
   void (*parallel)(void (*body)(void*), void* data, unsigned threads, unsigned flags);
   int (*thread_num)();
   int (*num_threads)();
+  int (*pause_resource_all)(int kind);  // null in an old one
 };
 
 /// Null where torch has no such runtime.
@@ -37,6 +38,15 @@ void run_slots(int slots, Body body) {
   };
   // As many threads as there are slots, whatever number the runtime would take by itself.
   openmp->parallel(work, &call, static_cast<unsigned>(slots), /*flags=*/0);
+}
+
+/// Ends the threads that wait for the calling thread's next parallel region; that one starts new ones. False
+/// where that cannot be: inside a parallel region, or with a runtime that has no such call.
+inline bool end_waiting_threads() {
+  constexpr int kSoft = 1;  // omp_pause_soft: what the user has set stays
+  const OpenMpRuntime* openmp = openmp_runtime();
+  return openmp == nullptr ||
+         (openmp->pause_resource_all != nullptr && openmp->pause_resource_all(kSoft) == 0);
 }
 
 }  // namespace attn_ext::cpu
