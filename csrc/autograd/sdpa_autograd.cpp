@@ -8,6 +8,7 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
 #include <torch/library.h>
 
 #include "../args.h"
@@ -23,6 +24,8 @@ using torch::autograd::compute_requires_grad;
 using torch::autograd::SavedVariable;
 using torch::autograd::set_history;
 using torch::autograd::variable_list;
+using torch::dynamo::autograd::CompiledNodeArgs;
+using torch::dynamo::autograd::SwapSavedVariables;
 
 /// SdpaArgs between forward and backward.
 class SavedArgs {
@@ -58,10 +61,43 @@ class SavedArgs {
     }
   }
 
+  /// tensor(saved variable) and scalar(number) for everything that is saved.
+  template <class Self, class OfTensor, class OfScalar>
+  static void visit(Self& self, OfTensor tensor, OfScalar scalar) {
+    for (auto* variable :
+         {&self.query_, &self.key_, &self.value_, &self.attn_mask_, &self.sinks_, &self.dropout_seed_}) {
+      tensor(*variable);
+    }
+    std::apply([&](auto&... number) { (scalar(number), ...); }, scalars_of(self.scalars_));
+  }
+
  private:
   SdpaArgs scalars_;
   SavedVariable query_, key_, value_, attn_mask_, sinks_, dropout_seed_;
 };
+
+// Compiled autograd asks a node twice: what it holds, which numbers make a graph of its own, and then, with
+// placeholders in the place of what it holds, for the operators that it calls.
+
+/// One `tensor(saved variable, is output)` and `scalar(number)` for everything that the node holds.
+template <class Node>
+void collect_into(CompiledNodeArgs& collected, const Node& node) {
+  Node::visit(
+      node, [&](const SavedVariable& variable, bool is_output) { collected.collect(variable, is_output); },
+      [&](const auto& number) { collected.collect(number); });
+}
+
+template <class Node>
+variable_list apply_with_placeholders(Node& node, const variable_list& incoming, SwapSavedVariables& saved) {
+  Node::visit(
+      node, [&](SavedVariable& variable, bool) { saved.before(variable); },
+      [&](auto& number) { saved.before(number); });
+  variable_list result = node.apply(variable_list(incoming));
+  Node::visit(
+      node, [&](SavedVariable& variable, bool) { saved.after(variable); },
+      [&](auto& number) { saved.after(number); });
+  return result;
+}
 
 /// Undefined where there is none.
 at::Tensor tangent_of(const at::Tensor& tensor) {
@@ -155,6 +191,21 @@ struct SdpaBackwardBackward : public torch::autograd::Node {
     return result;
   }
 
+  void compiled_args(CompiledNodeArgs& collected) const override { collect_into(collected, *this); }
+
+  variable_list apply_with_saved(const variable_list& incoming, SwapSavedVariables& saved) override {
+    return apply_with_placeholders(*this, incoming, saved);
+  }
+
+  template <class Self, class OfTensor, class OfScalar>
+  static void visit(Self& self, OfTensor tensor, OfScalar scalar) {
+    SavedArgs::visit(
+        self.args, [&](auto& variable) { tensor(variable, false); }, scalar);
+    for (auto* variable : {&self.grad_output, &self.grad_lse, &self.grad_weights, &self.grad_key_mass}) {
+      tensor(*variable, false);
+    }
+  }
+
   SavedArgs args;
   SavedVariable grad_output, grad_lse, grad_weights, grad_key_mass;
 };
@@ -221,6 +272,20 @@ struct SdpaBackward : public torch::autograd::Node {
     std::tie(result[0], result[1], result[2], result[3], result[4]) =
         call_backward(grads, args.unpack(), output.unpack(getptr()), lse.unpack(getptr()), wanted).to_tuple();
     return result;
+  }
+
+  void compiled_args(CompiledNodeArgs& collected) const override { collect_into(collected, *this); }
+
+  variable_list apply_with_saved(const variable_list& incoming, SwapSavedVariables& saved) override {
+    return apply_with_placeholders(*this, incoming, saved);
+  }
+
+  template <class Self, class OfTensor, class OfScalar>
+  static void visit(Self& self, OfTensor tensor, OfScalar scalar) {
+    SavedArgs::visit(
+        self.args, [&](auto& variable) { tensor(variable, false); }, scalar);
+    tensor(self.output, true);
+    tensor(self.lse, true);
   }
 
   SavedArgs args;
