@@ -204,7 +204,7 @@ import ctypes, os, sys, torch, attn_ext
 torch.set_num_threads(2)
 query = torch.randn(2, 8, 256, 64)
 expected = attn_ext.sdpa(query, query, query)
-openmp = ctypes.CDLL(None)
+openmp = ctypes.CDLL(str(attn_ext._library.LIBRARY_PATH))  # and what it is linked with
 done = []
 
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -216,7 +216,7 @@ def region(_):
         same = torch.equal(attn_ext.sdpa(query, query, query), expected)
         reason = attn_ext.explain(query, query, query).reason
         os._exit(0 if same and "on one thread" in reason and "forked" in reason else 1)
-    done.append(os.waitpid(child, 0)[1])
+    done.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 openmp.GOMP_parallel(region, None, 2, 0)
 sys.exit(done[0])
