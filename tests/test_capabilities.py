@@ -67,11 +67,10 @@ print(explanation.scratch_bytes)
 """
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_explaining_the_composition_computes_nothing(device):
-    done = run("aten", "-c", EXPLAIN.format(device=device))
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_explaining_the_composition_computes_nothing(where):
+    done = run("aten", "-c", EXPLAIN.format(device=where))
     assert done.returncode == 0, done.stderr
-    chunk = {"cpu": 2**20, "meta": 2**24}[
-        device
-    ]  # scores; three tensors of floats, eight of int64 with dropout
+    # scores; three tensors of floats, eight of int64 with dropout
+    chunk = {"cpu": 2**20, "meta": 2**24}[where]
     assert int(done.stdout) <= chunk * (3 * 4 + 8 * 8)
