@@ -8,11 +8,11 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
-#include <torch/csrc/dynamo/compiled_autograd.h>
 #include <torch/library.h>
 
 #include "../args.h"
 #include "../aten/tangents.h"
+#include "compiled_autograd.h"
 #include "node_compat.h"
 
 namespace attn_ext {
@@ -76,27 +76,14 @@ class SavedArgs {
   SavedVariable query_, key_, value_, attn_mask_, sinks_, dropout_seed_;
 };
 
-// Compiled autograd asks a node twice: what it holds, which numbers make a graph of its own, and then, with
-// placeholders in the place of what it holds, for the operators that it calls.
-
-/// One `tensor(saved variable, is output)` and `scalar(number)` for everything that the node holds.
-template <class Node>
-void collect_into(CompiledNodeArgs& collected, const Node& node) {
-  Node::visit(
-      node, [&](const SavedVariable& variable, bool is_output) { collected.collect(variable, is_output); },
-      [&](const auto& number) { collected.collect(number); });
-}
-
-template <class Node>
-variable_list apply_with_placeholders(Node& node, const variable_list& incoming, SwapSavedVariables& saved) {
-  Node::visit(
-      node, [&](SavedVariable& variable, bool) { saved.before(variable); },
-      [&](auto& number) { saved.before(number); });
-  variable_list result = node.apply(variable_list(incoming));
-  Node::visit(
-      node, [&](SavedVariable& variable, bool) { saved.after(variable); },
-      [&](auto& number) { saved.after(number); });
-  return result;
+/// f for every field of the arguments.
+template <class F>
+void args_fields(SdpaArgs& args, F f) {
+  for (at::Tensor* tensor :
+       {&args.query, &args.key, &args.value, &args.attn_mask, &args.sinks, &args.dropout_seed}) {
+    f(*tensor);
+  }
+  std::apply([&](auto&... number) { (f(number), ...); }, scalars_of(args));
 }
 
 /// Undefined where there is none.
@@ -163,38 +150,60 @@ struct SdpaBackwardBackward : public torch::autograd::Node {
     }
   }
 
-  variable_list apply(variable_list&& incoming) override {
-    const std::lock_guard<std::mutex> lock(mutex_);
+  struct Held {
+    SdpaArgs args;
+    SdpaOutputs grads;
+    std::vector<bool> wanted;  // of grads (4), then of the inputs (5)
+
+    template <class F>
+    static void fields(Held& held, F f) {
+      args_fields(held.args, f);
+      for (at::Tensor* grad :
+           {&held.grads.output, &held.grads.lse, &held.grads.weights, &held.grads.key_mass}) {
+        f(*grad);
+      }
+      f(held.wanted);
+    }
+  };
+
+  Held hold() const {
+    return {args.unpack(),
+            {grad_output.unpack(), grad_lse.unpack(), grad_weights.unpack(), grad_key_mass.unpack()},
+            wanted_of(*this, 9)};
+  }
+
+  static variable_list run(const variable_list& incoming, const Held& held) {
     const SdpaInputs direction{incoming[0], incoming[1], incoming[2], incoming[3], incoming[4]};
     variable_list result(9);
     if (!direction.any_defined()) {
       return result;
     }
-    const SdpaArgs saved = args.unpack();
-    const SdpaOutputs grads{grad_output.unpack(), grad_lse.unpack(), grad_weights.unpack(),
-                            grad_key_mass.unpack()};
-    if (task_should_compute_output({{0, 4}})) {
-      const SideOutputs wanted{grads.weights.defined(), grads.key_mass.defined()};
-      const SdpaOutputs along = forward_tangents(saved, direction, wanted);
+    const auto& [args, grads, wanted] = held;
+    if (wanted[0] || wanted[1] || wanted[2] || wanted[3]) {
+      const SideOutputs sides{grads.weights.defined(), grads.key_mass.defined()};
+      const SdpaOutputs along = forward_tangents(args, direction, sides);
       result[0] = grads.output.defined() ? along.output : at::Tensor();
       result[1] = grads.lse.defined() ? along.lse : at::Tensor();
       result[2] = along.weights;
       result[3] = along.key_mass;
     }
-    if (task_should_compute_output({{4, 9}})) {
-      InputMask wanted{task_should_compute_output(4), task_should_compute_output(5),
-                       task_should_compute_output(6), task_should_compute_output(7),
-                       task_should_compute_output(8)};
+    const InputMask inputs{wanted[4], wanted[5], wanted[6], wanted[7], wanted[8]};
+    if (wanted[4] || wanted[5] || wanted[6] || wanted[7] || wanted[8]) {
       std::tie(result[4], result[5], result[6], result[7], result[8]) =
-          backward_tangents(grads, saved, {}, direction, wanted).to_tuple();
+          backward_tangents(grads, args, {}, direction, inputs).to_tuple();
     }
     return result;
+  }
+
+  variable_list apply(variable_list&& incoming) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return run(incoming, hold());
   }
 
   void compiled_args(CompiledNodeArgs& collected) const override { collect_into(collected, *this); }
 
   variable_list apply_with_saved(const variable_list& incoming, SwapSavedVariables& saved) override {
-    return apply_with_placeholders(*this, incoming, saved);
+    return call_packed(*this, incoming, saved);
   }
 
   template <class Self, class OfTensor, class OfScalar>
@@ -259,25 +268,44 @@ struct SdpaBackward : public torch::autograd::Node {
     lse.reset_data();
   }
 
-  variable_list apply(variable_list&& incoming) override {
-    const std::lock_guard<std::mutex> lock(mutex_);
+  struct Held {
+    SdpaArgs args;
+    at::Tensor output, lse;
+    std::vector<bool> wanted;  // of the inputs
+
+    template <class F>
+    static void fields(Held& held, F f) {
+      args_fields(held.args, f);
+      f(held.output);
+      f(held.lse);
+      f(held.wanted);
+    }
+  };
+
+  Held hold() { return {args.unpack(), output.unpack(getptr()), lse.unpack(getptr()), wanted_of(*this, 5)}; }
+
+  static variable_list run(const variable_list& incoming, const Held& held) {
     const SdpaOutputs grads{incoming[0], incoming[1], incoming[2], incoming[3]};
     variable_list result(5);
     if (!grads.any_defined()) {
       return result;
     }
-    const InputMask wanted{task_should_compute_output(0), task_should_compute_output(1),
-                           task_should_compute_output(2), task_should_compute_output(3),
-                           task_should_compute_output(4)};
+    const auto& [args, output, lse, wanted] = held;
+    const InputMask inputs{wanted[0], wanted[1], wanted[2], wanted[3], wanted[4]};
     std::tie(result[0], result[1], result[2], result[3], result[4]) =
-        call_backward(grads, args.unpack(), output.unpack(getptr()), lse.unpack(getptr()), wanted).to_tuple();
+        call_backward(grads, args, output, lse, inputs).to_tuple();
     return result;
+  }
+
+  variable_list apply(variable_list&& incoming) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return run(incoming, hold());
   }
 
   void compiled_args(CompiledNodeArgs& collected) const override { collect_into(collected, *this); }
 
   variable_list apply_with_saved(const variable_list& incoming, SwapSavedVariables& saved) override {
-    return apply_with_placeholders(*this, incoming, saved);
+    return call_packed(*this, incoming, saved);
   }
 
   template <class Self, class OfTensor, class OfScalar>
