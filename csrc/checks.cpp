@@ -293,7 +293,7 @@ double scale_of(const SdpaArgs& args, int64_t head_dim) {
 }
 
 double softcap_of(const SdpaArgs& args) {
-  return args.softcap == 0.0 || args.softcap >= 1e30 ? 0.0 : std::max(args.softcap, 1e-30);
+  return args.softcap == 0.0 ? 0.0 : std::clamp(args.softcap, 1e-30, 1e30);
 }
 
 int64_t clamp_distance(const c10::SymInt& distance) {

@@ -39,8 +39,8 @@ void check_grads(const SdpaOutputs& grads, const at::Tensor& query, const SdpaSi
 /// The factor of the scores. Without a head dim they are all 0.
 double scale_of(const SdpaArgs& args, int64_t head_dim);
 
-/// The softcap, 0 where none caps anything: scores never reach 1e30. One below 1e-30 leaves nothing of them
-/// either way, and stays far enough from 0 to be divided by.
+/// The softcap, 0 where there is none, within what float can multiply and divide by: below 1e-30 it leaves
+/// nothing of the scores, and above 1e30 all.
 double softcap_of(const SdpaArgs& args);
 
 /// A distance that no sequence reaches: beyond it sums would overflow and mean nothing more.

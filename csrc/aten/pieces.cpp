@@ -5,6 +5,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include <utility>
+
 #include "contract.h"
 
 namespace attn_ext {
@@ -57,7 +59,7 @@ void PartSum::add(const Problem& part, const at::Tensor& piece) {
   if (!piece.defined()) {
     return;
   }
-  Dims shape(lead_.begin(), lead_.end());
+  Dims shape = std::as_const(lead_);
   shape.append(piece.sizes().begin() + static_cast<int64_t>(lead_.size()), piece.sizes().end());
   if (piece.sizes() != at::IntArrayRef(shape) && pieces_.empty() && is_plain(piece)) {
     if (!whole_.defined()) {
@@ -86,7 +88,7 @@ at::Tensor PartSum::total() const {
     flat.push_back(piece.flatten(0, lead_dims - 1));
   }
   const at::Tensor joined = at::cat(flat, 0);
-  Dims shape(lead_.begin(), lead_.end());
+  Dims shape = std::as_const(lead_);
   shape.append(joined.sizes().begin() + 1, joined.sizes().end());
   return joined.reshape(shape);
 }

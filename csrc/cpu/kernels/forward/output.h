@@ -58,7 +58,7 @@ void QueryBlock<S>::finish_rows(int64_t band) {
   for (int64_t r = band; r < band + kBandRows; r += S::kLane) {
     Vec<T> top = load(s_.row_max + r);
     Vec<T> sum = load(s_.row_sum + r);
-    const Vec<Bits<T>> sees_nothing = top == nothing;
+    const Vec<Bits<T>> sees_nothing = (top == nothing) & (sum == Vec<T>{});
     Vec<T> factor = keep;
     if (has_sinks) {
       const Vec<T> sink = load(s_.lse + r);
@@ -71,15 +71,27 @@ void QueryBlock<S>::finish_rows(int64_t band) {
     }
     const Vec<T> log_sum = log_normal<T>(sum);
     const Vec<T> lse = multiply_add(top, broadcast(kLn2High), multiply_add(top, broadcast(kLn2Low), log_sum));
-    const Vec<Bits<T>> is_exact = (top == largest) | (top == -largest) | (top == infinity);
-    store(s_.lse + r, sum == Vec<T>{} ? nothing : (is_exact ? top : lse));
+    const Vec<Bits<T>> is_top = (top == largest) | (top == -largest) | (top == infinity);
+    store(s_.lse + r, sum == Vec<T>{} ? nothing : (is_top ? top : lse));
     store(s_.factor + r, sees_nothing | (sum == Vec<T>{}) ? Vec<T>{} : factor / sum);
+  }
+}
+
+// Where that is near the largest finite number, natural units still hold what log2 units do not.
+template <typename S>
+void QueryBlock<S>::finish_largest(int64_t band) const {
+  constexpr T kLargest = FloatFormat<T>::kLargest;
+  for (int64_t r = band; r < band + band_rows(band); ++r) {
+    if (s_.lse[r] == kLargest || s_.lse[r] == -kLargest) s_.lse[r] = largest_bias(r);
   }
 }
 
 template <typename S>
 void QueryBlock<S>::finish() {
-  for (int64_t band = 0; band < rows_; band += kBandRows) finish_rows(band);
+  for (int64_t band = 0; band < rows_; band += kBandRows) {
+    finish_rows(band);
+    finish_largest(band);
+  }
   T* lse = static_cast<T*>(params_.lse);
   for (int64_t r = 0; lse != nullptr && r < rows_; ++r) {
     const AttentionShape& shape = params_.shape;

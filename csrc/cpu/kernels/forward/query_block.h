@@ -176,6 +176,7 @@ class QueryBlock {
   void mask_row(int64_t r, T* row, int64_t begin, int64_t end) const;
 
   void lower_infinite_scores(int64_t band, int64_t r) const;
+  T largest_bias(int64_t r) const;
 
   // packed.h
   bool output_is_finite() const { return are_finite(s_.output, rows_ * s_.output_stride); }
@@ -206,6 +207,7 @@ class QueryBlock {
 
   // output.h
   void finish_rows(int64_t band);
+  void finish_largest(int64_t band) const;
   void gather_sinks(int64_t band);
   void store_output() const;
   void emit(int64_t band);

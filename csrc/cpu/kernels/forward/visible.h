@@ -189,6 +189,25 @@ void QueryBlock<S>::lower_infinite_scores(int64_t band, int64_t r) const {
   });
 }
 
+// Of what a row sees, its sink among it.
+template <typename S>
+typename S::Accum QueryBlock<S>::largest_bias(int64_t r) const {
+  const ScoreRule& rule = params_.rule;
+  T top = sink_of<Element>(rule, batch_, s_.row_head[r]);
+  if (!is_biased(rule)) return top;
+  with_kind<Element>(rule.mask_kind, [&](auto tag) {
+    using M = typename decltype(tag)::Type;
+    if constexpr (!std::is_same_v<M, uint8_t>) {
+      const M* mask = row_pointer<const M>(rule.mask, batch_, s_.row_head[r], s_.row_index[r]);
+      for (int64_t j = s_.row_keys[r].begin; j < s_.row_keys[r].end; ++j) {
+        const T bias = static_cast<T>(to_compute(mask[j * rule.mask.column_stride]));
+        if (bias > top) top = bias;
+      }
+    }
+  });
+  return top;
+}
+
 template <typename S>
 void QueryBlock<S>::mask_row(int64_t r, T* row, int64_t begin, int64_t end) const {
   if (begin >= end) return;
