@@ -293,7 +293,8 @@ double scale_of(const SdpaArgs& args, int64_t head_dim) {
 }
 
 double softcap_of(const SdpaArgs& args) {
-  return args.softcap == 0.0 ? 0.0 : std::clamp(args.softcap, 1e-30, 1e30);
+  const double largest = args.query.scalar_type() == at::kDouble ? 1e290 : 1e30;
+  return args.softcap == 0.0 ? 0.0 : std::clamp(args.softcap, 1.0 / largest, largest);
 }
 
 int64_t clamp_distance(const c10::SymInt& distance) {

@@ -39,8 +39,8 @@ void check_grads(const SdpaOutputs& grads, const at::Tensor& query, const SdpaSi
 /// The factor of the scores. Without a head dim they are all 0.
 double scale_of(const SdpaArgs& args, int64_t head_dim);
 
-/// The softcap, 0 where there is none, within what float can multiply and divide by: below 1e-30 it leaves
-/// nothing of the scores, and above 1e30 all.
+/// The softcap, 0 where there is none, within what scores can be multiplied and divided by: in float it
+/// leaves nothing of them below 1e-30, and all above 1e30.
 double softcap_of(const SdpaArgs& args);
 
 /// A distance that no sequence reaches: beyond it sums would overflow and mean nothing more.

@@ -398,6 +398,8 @@ def _options(draw: random.Random, lq: int, lk: int) -> tuple[tuple[str, Any], ..
     sometimes(0.25, "scale", 0.0, -0.3, 1.0, -1e-3, 1e-6, 30.0, 1e-30, 7.0, -50.0)
     sometimes(0.2, "softcap", 0.5, 3.0, 30.0, 1e-3, 1e-30, 1e-46, 1e-300, 1e6, 1e30)
     sometimes(0.2, "dropout_p", 0.1, 0.5, 0.9, 1.0, 1e-12)
+    if options.get("scale") == 1e-30 and options.get("softcap", 1.0) < 1e-30:
+        del options["scale"]  # a softcap below 1e-30 counts as 1e-30, which only scores as small could tell
     return tuple(options.items())
 
 

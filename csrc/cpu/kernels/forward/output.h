@@ -58,7 +58,6 @@ void QueryBlock<S>::finish_rows(int64_t band) {
   for (int64_t r = band; r < band + kBandRows; r += S::kLane) {
     Vec<T> top = load(s_.row_max + r);
     Vec<T> sum = load(s_.row_sum + r);
-    const Vec<Bits<T>> sees_nothing = (top == nothing) & (sum == Vec<T>{});
     Vec<T> factor = keep;
     if (has_sinks) {
       const Vec<T> sink = load(s_.lse + r);
@@ -71,9 +70,16 @@ void QueryBlock<S>::finish_rows(int64_t band) {
     }
     const Vec<T> log_sum = log_normal<T>(sum);
     const Vec<T> lse = multiply_add(top, broadcast(kLn2High), multiply_add(top, broadcast(kLn2Low), log_sum));
-    const Vec<Bits<T>> is_top = (top == largest) | (top == -largest) | (top == infinity);
+    const Vec<Bits<T>> is_top = (((top == largest) | (top == -largest)) & (sum == sum)) | (top == infinity);
     store(s_.lse + r, sum == Vec<T>{} ? nothing : (is_top ? top : lse));
-    store(s_.factor + r, sees_nothing | (sum == Vec<T>{}) ? Vec<T>{} : factor / sum);
+    store(s_.factor + r, sum == Vec<T>{} ? Vec<T>{} : factor / sum);
+  }
+  // A sink of NaN or +Inf shows in what sees any key.
+  for (int64_t r = band; has_sinks && r < band + band_rows(band); ++r) {
+    if (s_.factor[r] != s_.factor[r] &&
+        !sees_any<Element>(params_.rule, params_.shape.key_len, batch_, s_.row_head[r], s_.row_index[r])) {
+      s_.factor[r] = 0;
+    }
   }
 }
 
