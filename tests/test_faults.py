@@ -23,9 +23,8 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("capability", dict.fromkeys([attn_ext.cpu_capability(), "aten"]))
-def test_a_failed_allocation_is_one_exception(capability):
-    printed = run("--capability", capability, *(f"--only={pattern}" for pattern in QUICK))
+def test_a_failed_allocation_is_one_exception():
+    printed = run("--capability", attn_ext.cpu_capability(), *(f"--only={pattern}" for pattern in QUICK))
     assert " 0 wrong" in printed
     failed = int(printed.splitlines()[-1].split()[0])
     assert failed > 500, printed
@@ -33,6 +32,6 @@ def test_a_failed_allocation_is_one_exception(capability):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", attn_ext.available_cpu_capabilities())
-def test_a_failed_allocation_is_one_exception_on_every_path(capability):
-    assert " 0 wrong" in run("--capability", capability)
+def test_a_failed_allocation_of_the_composition_is_one_exception():
+    """Of one short call: it allocates hundreds of times, and every time is a call and one to compare with."""
+    assert " 0 wrong" in run("--capability", "aten", "--only=few_rows/plain/sdpa/forward")
