@@ -40,8 +40,8 @@ struct ScoreSpan {
   ATTN_EXT_INLINE Vec<T> weight(int64_t j) const {
     const Vec<T> s = at_most_largest<T>(load(scores + j)), scale = broadcast(softmax_scale);
     const Vec<T> product = rounded(s * scale), near = broadcast(static_cast<T>(128));
-    const Vec<T> exponent =
-        (lse[j] > near) | (lse[j] < -near) ? product - lse[j] : multiply_add(s, scale, -lse[j]);
+    const Vec<Bits<T>> is_far = (lse[j] > near) | (lse[j] < -near);
+    const Vec<T> exponent = is_far ? product - lse[j] : multiply_add(s, scale, -lse[j]);
     return (hidden(j) ? Vec<T>{} : exp2<T>(exponent)) * row_scale[j];
   }
   ATTN_EXT_INLINE Vec<Bits<T>> hidden(int64_t j) const { return is_hidden<T>(load(scores + j), lse[j]); }
