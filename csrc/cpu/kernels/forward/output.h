@@ -39,7 +39,8 @@ template <typename S>
 void QueryBlock<S>::gather_sinks(int64_t band) {
   for (int64_t r = band; r < band + band_rows(band); ++r) {
     const T sink = sink_of<Element>(params_.rule, batch_, s_.row_head[r]);
-    s_.lse[r] = sink - sink == 0 ? in_log2<T>(sink) : sink;
+    const T log2_sink = static_cast<T>(sink * kLog2E);
+    s_.lse[r] = log2_sink - log2_sink == 0 ? log2_sink : in_log2<T>(sink);
   }
 }
 

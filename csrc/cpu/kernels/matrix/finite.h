@@ -58,7 +58,7 @@ ATTN_EXT_INLINE Vec<Compute<Element>> nonfinite_lanes(const Matrix<Element>& m, 
   using T = Compute<Element>;
   Element lanes[kLanes<T>];
   const Element* from = m.data + r * m.row_stride + c;
-  if (m.column_stride != 1 || c + kLanes < T >> m.columns) {
+  if (m.column_stride != 1 || m.columns - c < kLanes<T>) {
     gather_block(m, r, 1, c, kLanes<T>, lanes);
     from = lanes;
   }
@@ -91,8 +91,7 @@ void find_bad_rows(const Matrix<Element>& m, BadRows& bad) {
 }
 
 // What the bad rows of m add to each of `outs` rows of a product that has left their NaN and Inf out:
-//   add(o, c, v, n): out (o, c .. c + n) += v = the sum over rows i with sees(o, i) of factor(o, i) m (i, c
-//   ..)
+//   add(o, c, v, n): v, of n columns from c on, sums factor(o, i) m (i, c) over the rows i that o sees(o, i)
 // Some at a time, until all that they touch is NaN and nothing more would change. Where a factor is NaN, the
 // product is already.
 template <typename Element, typename Sees, typename Factor, typename Add>
