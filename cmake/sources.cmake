@@ -4,6 +4,7 @@ set(ATTN_EXT_SOURCES
   csrc/schema.cpp
   csrc/args.cpp
   csrc/checks.cpp
+  csrc/memory_order.cpp
   csrc/autograd/sdpa_autograd.cpp
   csrc/autograd/sdpa_autograd_cpu.cpp
   csrc/autocast/sdpa_autocast.cpp

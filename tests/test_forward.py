@@ -303,12 +303,6 @@ def test_inputs_are_left_as_they_are(device):
         assert torch.equal(t, before[name]), name
 
 
-@by_dtype
-def test_outputs_are_contiguous(dtype, device):
-    for t in all_outputs(Case("", layout="heads_last").build(dtype, device)):
-        assert t.is_contiguous()
-
-
 # The reference itself
 
 

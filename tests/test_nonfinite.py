@@ -214,3 +214,36 @@ def test_a_nan_shows_in_all_of_its_rows_weights(lengths):
     assert torch.equal(weights[0, 1:].isnan(), mask[1:])
     _, key_mass = attn_ext.sdpa_with_key_mass(query, key, value, mask)
     assert key_mass.isnan().all() if rows > 2 else key_mass[0].isnan().sum() == keys - 1
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (5, 1), (13, 5), (20, 40), (20, 300), (3, 300)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_an_infinite_score_outweighs_a_bias_at_the_end_of_the_range(shape, dtype, sign):
+    rows, keys = shape
+    query, key, value = (torch.randn(2, n, 5).to(dtype) for n in (rows, keys, keys))
+    key[:, -1, -1] = sign * INF  # scores of either sign
+    bias = torch.zeros(rows, keys, dtype=dtype)
+    bias[torch.rand(rows, keys) > 0.5] = torch.finfo(dtype).max
+    actual, lse = attn_ext.sdpa_with_lse(query, key, value, bias)
+    expected, expected_lse = reference.sdpa_with_lse(query, key, value, bias)
+    assert torch.equal(actual.isnan(), expected.isnan())
+    assert torch.equal(lse == INF, expected_lse == INF)
+
+
+def test_rows_of_visible_scores_of_minus_inf_take_no_gradient():
+    query, key, value = torch.randn(1, 1, 9), torch.randn(1, 3, 9), torch.randn(1, 3, 4)
+    query[..., 0] = 1.0
+    key[..., 0], value[..., 0] = -INF, NAN
+    leaves = [t.requires_grad_() for t in (query, key, value)]
+    grads = torch.autograd.grad(attn_ext.sdpa(*leaves), leaves, torch.randn(1, 1, 4), create_graph=True)
+    assert torch.equal(grads[0][..., 1:], torch.zeros(1, 1, 8))
+    assert torch.equal(grads[2], torch.zeros(1, 3, 4))
+
+
+def test_a_batch_of_none_adds_nothing_to_what_it_shares():
+    query, key, value = torch.randn(1, 2, 4), torch.randn(2, 4), torch.randn(0, 2, 4)
+    key[0, 0] = INF
+    leaves = [t.requires_grad_() for t in (query, key, value)]
+    for grad in torch.autograd.grad(attn_ext.sdpa(*leaves).sum(), leaves):
+        assert torch.equal(grad, torch.zeros_like(grad))

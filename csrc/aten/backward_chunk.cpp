@@ -76,14 +76,14 @@ ScoreGrads score_grads(const Problem& problem, const Chunk& chunk, const OutputG
   if (chunk.multiplier.defined()) {
     result.probabilities = times(result.probabilities, chunk.multiplier);
   }
-  result.probabilities = chunk.only_visible(result.probabilities);
+  result.probabilities = chunk.only_partaking(result.probabilities);
   if (result.probabilities.defined()) {
     result.delta = (chunk.weights * result.probabilities).sum(-1, /*keepdim=*/true);
   }
   result.centred = plus(result.probabilities, row_grads(result.delta, grads));
-  result.scores = chunk.only_visible(times(chunk.weights, result.centred));
+  result.scores = chunk.only_partaking(times(chunk.weights, result.centred));
   const at::Tensor slope = chunk.softcap_slope(problem.softcap);
-  result.products = slope.defined() ? chunk.only_visible(times(result.scores, slope)) : result.scores;
+  result.products = slope.defined() ? chunk.only_partaking(times(result.scores, slope)) : result.scores;
   return result;
 }
 
@@ -152,18 +152,25 @@ void WholeGradients::add(const Problem& part, const SdpaInputs& gradients) {
 }
 
 SdpaInputs WholeGradients::finish(const SdpaArgs& args, InputMask wanted) const {
-  const auto finish_one = [](const PartSum& parts, const at::Tensor& input, bool is_wanted) {
-    const at::Tensor sum = parts.total();
+  const auto finish_one = [](const PartSum& parts, const at::Tensor& input, bool is_wanted,
+                             const MemoryOrder& order) {
     if (!is_wanted) {
       return at::Tensor();
     }
-    return sum.defined() ? sum.to(input.scalar_type()).reshape(input.sizes()).contiguous()
-                         : at::zeros(input.sizes(), input.options());
+    const at::Tensor sum = parts.total();
+    return in_order(sum.defined() ? sum.to(input.scalar_type()).reshape(input.sizes())
+                                  : at::zeros(input.sizes(), input.options()),
+                    order);
   };
-  return {finish_one(query_, args.query, wanted.query), finish_one(key_, args.key, wanted.key),
-          finish_one(value_, args.value, wanted.value),
-          finish_one(attn_mask_, args.attn_mask, wanted.attn_mask),
-          finish_one(sinks_, args.sinks, wanted.sinks)};
+  const auto as_input = [](const at::Tensor& input) { return memory_order(input, input.dim()); };
+  const auto contiguous = [](const at::Tensor& input) {
+    return contiguous_order(input.defined() ? input.dim() : 0);
+  };
+  return {finish_one(query_, args.query, wanted.query, as_input(args.query)),
+          finish_one(key_, args.key, wanted.key, as_input(args.key)),
+          finish_one(value_, args.value, wanted.value, as_input(args.value)),
+          finish_one(attn_mask_, args.attn_mask, wanted.attn_mask, contiguous(args.attn_mask)),
+          finish_one(sinks_, args.sinks, wanted.sinks, contiguous(args.sinks))};
 }
 
 }  // namespace attn_ext

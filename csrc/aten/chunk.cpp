@@ -86,8 +86,10 @@ void softmax(const Problem& problem, const at::Tensor& scores, Chunk& chunk) {
     sum = sum + sink;
   }
   const at::Tensor divisor = at::where(sum == 0.0, 1.0, sum).to(problem.accumulator);
-  chunk.weights = chunk.only_visible(exponentials / divisor);
-  chunk.lse = at::where(max == kInfinity, max, max + sum.log()).squeeze(-1);
+  const at::Tensor lse = at::where(max == kInfinity, max, max + sum.log());
+  chunk.takes_part = may_hold_nonfinite(lse) ? and_visible(chunk.visible, lse.ne(-kInfinity)) : chunk.visible;
+  chunk.weights = chunk.only_partaking(exponentials / divisor);
+  chunk.lse = lse.squeeze(-1);
   if (sink.defined()) {
     chunk.sink_weights = (sink / divisor).squeeze(-1);
   }
@@ -103,9 +105,10 @@ at::Tensor Chunk::softcap_slope(double softcap) const {
   return capped.defined() ? 1.0 - (capped / softcap).square() : at::Tensor();
 }
 
-at::Tensor Chunk::only_visible(const at::Tensor& scores) const {
-  return visible.defined() && scores.defined() ? at::where(visible, scores, 0.0).to(scores.scalar_type())
-                                               : scores;
+at::Tensor Chunk::only_partaking(const at::Tensor& scores) const {
+  return takes_part.defined() && scores.defined()
+             ? at::where(takes_part, scores, 0.0).to(scores.scalar_type())
+             : scores;
 }
 
 at::Tensor narrow_rows(const at::Tensor& tensor, const ChunkBounds& bounds) {

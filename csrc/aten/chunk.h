@@ -13,6 +13,7 @@ struct Chunk {
   at::Tensor key, value;    // (lead, keys, D), (lead, keys, Dv)
   at::Tensor capped;        // softcap(scale · Q Kᵀ) (lead, rows, keys); undefined without softcap
   at::Tensor visible;       // bool, broadcasts to (lead, rows, keys); undefined where all is visible
+  at::Tensor takes_part;    // visible, and not in a row whose scores are all -inf; undefined as above
   at::Tensor weights;       // P (lead, rows, keys), before dropout, 0 where not visible
   at::Tensor lse;           // (lead, rows), -inf for a row that sees nothing
   at::Tensor sink_weights;  // exp(sink - lse) (lead, rows); undefined without sinks
@@ -22,8 +23,8 @@ struct Chunk {
   at::Tensor applied_weights() const;
   /// dcapped / dscore = 1 - (capped / softcap)²; undefined without softcap.
   at::Tensor softcap_slope(double softcap) const;
-  /// 0 wherever the row does not see the key, whatever `scores` holds there.
-  at::Tensor only_visible(const at::Tensor& scores) const;
+  /// 0 wherever the key takes no part in the row, whatever `scores` holds there.
+  at::Tensor only_partaking(const at::Tensor& scores) const;
 };
 
 /// Rows of a (lead, Lq or 1, columns) tensor, keys of a (lead, rows, Lk or 1) tensor: broadcast dims stay 1.

@@ -5,16 +5,14 @@
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 
 #include <limits>
+#include <utility>
 #include <vector>
 
 namespace attn_ext {
 
-namespace {
-
-/// False only if a look at the data shows that every value is finite. Where looking would wait for a device,
-/// or the data cannot be looked at (inside a function transform), the careful way is taken unseen.
 bool may_hold_nonfinite(const at::Tensor& tensor) {
   const bool readable = tensor.device().is_cpu() &&
                         !tensor.key_set().has_any(c10::DispatchKeySet(
@@ -22,6 +20,8 @@ bool may_hold_nonfinite(const at::Tensor& tensor) {
                              c10::DispatchKey::Batched, c10::DispatchKey::Python}));
   return !readable || !at::isfinite(tensor).all().item<bool>();
 }
+
+namespace {
 
 // The letters in the order that every tensor here has them.
 constexpr Letters kLetters = "QKD";
@@ -107,6 +107,14 @@ at::Tensor contract(const at::Tensor& left_tensor, Letters left_dims, const at::
     kept.push_back(out_dims.find(letter) != Letters::npos);
   }
   const Roles roles = roles_of(left, right, kept);
+  if (left.numel() == 0 || right.numel() == 0) {  // an empty sum is 0, also where the other side holds Inf
+    Dims sizes = std::as_const(lead);
+    for (const char letter : out_dims) {
+      const auto dim = static_cast<int64_t>(kLetters.find(letter)) - static_cast<int64_t>(kLetters.size());
+      sizes.push_back(left.size(dim) == 1 ? right.size(dim) : left.size(dim));
+    }
+    return at::zeros(sizes, left.options());
+  }
   left = roles.sum_left.empty() ? left : left.sum(roles.sum_left, /*keepdim=*/true);
   right = roles.sum_right.empty() ? right : right.sum(roles.sum_right, /*keepdim=*/true);
 

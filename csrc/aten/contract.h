@@ -9,6 +9,10 @@
 
 namespace attn_ext {
 
+/// False only if a look at the data shows that every value is finite. Where looking would wait for a device,
+/// or the data cannot be looked at (inside a function transform), the careful way is taken unseen.
+bool may_hold_nonfinite(const at::Tensor& tensor);
+
 /// The two last dims of a tensor, by their letters: Q rows of the query, K keys, D features.
 using Letters = std::string_view;
 

@@ -141,21 +141,26 @@ void WholeOutputs::add(const Problem& part, const SdpaOutputs& outputs) {
 
 SdpaOutputs WholeOutputs::finish(const std::optional<at::TensorOptions>& zeros) const {
   const auto finish_one = [&](const at::Tensor& result, std::initializer_list<int64_t> tail,
-                              at::ScalarType dtype) {
+                              at::ScalarType dtype, const MemoryOrder& order) {
     const Dims shape = problem_.output_shape(tail);
-    if (!result.defined()) {
-      return zeros ? at::zeros(shape, zeros->dtype(dtype)) : result;
+    if (!result.defined() && !zeros) {
+      return result;
     }
-    return result.to(dtype).reshape(shape).contiguous();
+    const at::Tensor sum = result.defined() ? result.to(dtype) : at::zeros(shape, zeros->dtype(dtype));
+    return in_order(sum.reshape(shape), order);
   };
+  const auto dims = static_cast<int64_t>(problem_.output_order.size());
+  const MemoryOrder rows = contiguous_order(dims - 1), matrices = contiguous_order(dims);
   SdpaOutputs outputs;
-  outputs.output = finish_one(output_.total(), {problem_.query_len, problem_.value_dim}, problem_.dtype);
-  outputs.lse = finish_one(lse_.total(), {problem_.query_len}, problem_.accumulator);
+  outputs.output = finish_one(output_.total(), {problem_.query_len, problem_.value_dim}, problem_.dtype,
+                              problem_.output_order);
+  outputs.lse = finish_one(lse_.total(), {problem_.query_len}, problem_.accumulator, rows);
   if (wanted_.weights) {
-    outputs.weights = finish_one(weights_.total(), {problem_.query_len, problem_.key_len}, problem_.dtype);
+    outputs.weights =
+        finish_one(weights_.total(), {problem_.query_len, problem_.key_len}, problem_.dtype, matrices);
   }
   if (wanted_.key_mass) {
-    outputs.key_mass = finish_one(key_mass_.total(), {problem_.key_len}, problem_.dtype);
+    outputs.key_mass = finish_one(key_mass_.total(), {problem_.key_len}, problem_.dtype, rows);
   }
   return outputs;
 }

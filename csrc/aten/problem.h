@@ -11,6 +11,7 @@
 #include <optional>
 
 #include "../checks.h"
+#include "../memory_order.h"
 
 namespace attn_ext {
 
@@ -44,6 +45,7 @@ struct Problem {
   at::ScalarType accumulator;  // of scores, softmax and sums
   double scale, softcap, dropout_p;
   Band band;
+  MemoryOrder output_order;  // of its dims as the caller has them
 
   // In the dtype of accumulation (key and value: once for all chunks), undefined where absent.
   at::Tensor query;         // (lead, Lq, D), still in its own dtype: converted a chunk at a time

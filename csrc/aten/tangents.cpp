@@ -91,14 +91,14 @@ ChunkTangent chunk_tangent(const Problem& problem, const Chunk& chunk, const Dir
   if (chunk.capped.defined()) {
     tangent.capped = times(tangent.capped, chunk.softcap_slope(problem.softcap));
   }
-  tangent.capped = chunk.only_visible(tangent.capped);
-  const at::Tensor scores = chunk.only_visible(plus(tangent.capped, along.attn_mask));
+  tangent.capped = chunk.only_partaking(tangent.capped);
+  const at::Tensor scores = chunk.only_partaking(plus(tangent.capped, along.attn_mask));
   const at::Tensor sinks = along.sinks.defined() ? along.sinks.unsqueeze(-1).unsqueeze(-1) : at::Tensor();
   if (scores.defined()) {
     tangent.lse = (chunk.weights * scores).sum(-1, /*keepdim=*/true);
   }
   tangent.lse = plus(tangent.lse, times(column(chunk.sink_weights), sinks));
-  tangent.weights = chunk.only_visible(times(chunk.weights, minus(scores, tangent.lse)));
+  tangent.weights = chunk.only_partaking(times(chunk.weights, minus(scores, tangent.lse)));
   tangent.sink_weights = times(column(chunk.sink_weights), minus(sinks, tangent.lse));
   return tangent;
 }
@@ -114,22 +114,22 @@ ScoreGrads score_grad_tangents(const Problem& problem, const Chunk& chunk, const
   if (chunk.multiplier.defined()) {
     result.probabilities = times(result.probabilities, chunk.multiplier);
   }
-  result.probabilities = chunk.only_visible(result.probabilities);
+  result.probabilities = chunk.only_partaking(result.probabilities);
   const at::Tensor delta_terms =
       plus(times(tangent.weights, scores.probabilities), times(chunk.weights, result.probabilities));
   if (delta_terms.defined()) {
     result.delta = delta_terms.sum(-1, /*keepdim=*/true);
   }
   result.centred = plus(result.probabilities, row_grads(result.delta, grad_tangents));
-  result.scores =
-      chunk.only_visible(plus(times(tangent.weights, scores.centred), times(chunk.weights, result.centred)));
+  result.scores = chunk.only_partaking(
+      plus(times(tangent.weights, scores.centred), times(chunk.weights, result.centred)));
   result.products = result.scores;
   if (chunk.capped.defined()) {
     // slope' = -2 capped capped' / softcap²
     const at::Tensor slope_tangent =
         times(chunk.capped * (-2.0 / (problem.softcap * problem.softcap)), tangent.capped);
-    result.products = chunk.only_visible(plus(times(result.scores, chunk.softcap_slope(problem.softcap)),
-                                              times(scores.scores, slope_tangent)));
+    result.products = chunk.only_partaking(plus(times(result.scores, chunk.softcap_slope(problem.softcap)),
+                                                times(scores.scores, slope_tangent)));
   }
   return result;
 }

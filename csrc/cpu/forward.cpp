@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include "../aten/sdpa_aten.h"
+#include "../memory_order.h"
 #include "call.h"
 #include "fork.h"
 #include "huge_pages.h"
@@ -26,6 +27,12 @@ at::Tensor empty_output(const CallSizes& sizes, std::initializer_list<int64_t> t
   return at::Tensor(with_huge_pages(at::detail::empty_cpu(sizes.output_shape(tail), dtype)));
 }
 
+at::Tensor empty_output_like(const at::Tensor& query, const CallSizes& sizes) {
+  const auto shape = sizes.output_shape({sizes.query_len, sizes.value_dim});
+  const auto strides = dense_strides<int64_t>(shape, memory_order(query, static_cast<int64_t>(shape.size())));
+  return at::Tensor(with_huge_pages(at::detail::empty_strided_cpu(shape, strides, query.scalar_type())));
+}
+
 void add_output(Inputs& inputs, ForwardParams& params, const at::Tensor& output) {
   params.output = inputs.views.writable(output);
   params.output.column_stride = 1;
@@ -43,7 +50,7 @@ SdpaOutputs forward_cpu(const SdpaArgs& args, SideOutputs wanted) {
   const auto accumulated = accumulation_dtype(dtype);
 
   SdpaOutputs outputs;
-  outputs.output = empty_output(sizes, {sizes.query_len, sizes.value_dim}, dtype);
+  outputs.output = empty_output_like(args.query, sizes);
   outputs.lse = empty_output(sizes, {sizes.query_len}, accumulated);
   auto params = params_over<ForwardParams>(inputs);
   add_output(inputs, params, outputs.output);
@@ -75,7 +82,7 @@ at::Tensor output_cpu(const SdpaArgs& args) {
   Inputs inputs(args, check_args(args));
   const CallSizes& sizes = inputs.sizes;
   const auto dtype = args.query.scalar_type();
-  at::Tensor output = empty_output(sizes, {sizes.query_len, sizes.value_dim}, dtype);
+  at::Tensor output = empty_output_like(args.query, sizes);
   auto params = params_over<ForwardParams>(inputs);
   add_output(inputs, params, output);
   run_forward(*table, dtype, params);

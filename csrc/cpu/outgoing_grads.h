@@ -2,11 +2,13 @@
 #pragma once
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
 
 #include "../args.h"
+#include "../memory_order.h"
 #include "huge_pages.h"
 #include "tasks.h"
 #include "tensor_view.h"
@@ -36,8 +38,9 @@ class OutgoingGrad {
     }
     is_sum_ = input.numel() != sizes.batch * heads * matrix_size_;
     const auto accumulated = input.options().dtype(accumulation_dtype(dtype_));
-    grad_ = is_sum_ ? at::zeros(input.sizes(), accumulated)
-                    : with_huge_pages(at::empty(input.sizes(), input.options()));
+    const auto strides = dense_strides<int64_t>(input.sizes(), memory_order(input, input.dim()));
+    grad_ = is_sum_ ? at::empty_strided(input.sizes(), strides, accumulated).zero_()
+                    : with_huge_pages(at::empty_strided(input.sizes(), strides, input.options()));
     view_ = views.writable(grad_);
     view_.column_stride = 1;
   }

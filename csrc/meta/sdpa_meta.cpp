@@ -1,21 +1,27 @@
 // Shapes and dtypes of the results, for meta and fake tensors with symbolic sizes.
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
 #include <torch/library.h>
 
 #include "../checks.h"
+#include "../memory_order.h"
 
 namespace attn_ext {
 
 namespace {
+
+at::Tensor empty_in_order_of(const at::Tensor& input, c10::SymIntArrayRef sizes) {
+  const MemoryOrder order = memory_order(input, static_cast<int64_t>(sizes.size()));
+  return at::empty_strided_symint(sizes, dense_strides<c10::SymInt>(sizes, order), input.options());
+}
 
 SdpaOutputs forward_meta(const SdpaArgs& args, SideOutputs wanted) {
   const SdpaSizes sizes = check_args(args);
   const auto options = args.query.options();
   const auto accumulated = options.dtype(accumulation_dtype(args.query.scalar_type()));
   SdpaOutputs outputs;
-  outputs.output = at::empty_symint(sizes.with_tail({sizes.query_len, sizes.value_dim}), options);
+  outputs.output = empty_in_order_of(args.query, sizes.with_tail({sizes.query_len, sizes.value_dim}));
   outputs.lse = at::empty_symint(sizes.with_tail({sizes.query_len}), accumulated);
   if (wanted.weights) {
     outputs.weights = at::empty_symint(sizes.with_tail({sizes.query_len, sizes.key_len}), options);
@@ -33,8 +39,11 @@ at::Tensor empty_gradient(const at::Tensor& input, bool wanted) {
 SdpaInputs backward_meta(const SdpaOutputs& grads, const SdpaArgs& args, const at::Tensor& output,
                          const at::Tensor& lse, InputMask wanted) {
   check_backward(grads, args, output, lse, wanted);
-  return {empty_gradient(args.query, wanted.query), empty_gradient(args.key, wanted.key),
-          empty_gradient(args.value, wanted.value), empty_gradient(args.attn_mask, wanted.attn_mask),
+  const auto gradient_in_order = [](const at::Tensor& input, bool is_wanted) {
+    return is_wanted ? empty_in_order_of(input, input.sym_sizes()) : at::Tensor();
+  };
+  return {gradient_in_order(args.query, wanted.query), gradient_in_order(args.key, wanted.key),
+          gradient_in_order(args.value, wanted.value), empty_gradient(args.attn_mask, wanted.attn_mask),
           empty_gradient(args.sinks, wanted.sinks)};
 }
 

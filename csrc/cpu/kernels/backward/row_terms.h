@@ -97,7 +97,7 @@ ATTN_EXT_INLINE Vec<typename S::Accum> add_to_max(const typename S::Accum* score
   using T = typename S::Accum;
   const Vec<T> factor = broadcast(units.softmax_scale);
   for (int64_t j = begin; j < end; j += S::kLane) {
-    row_max = maximum(row_max, rounded(at_most_largest<T>(load(scores + j)) * factor));
+    row_max = maximum(row_max, rounded(load(scores + j) * factor));
   }
   return row_max;
 }
@@ -110,7 +110,7 @@ ATTN_EXT_INLINE Vec<typename S::Accum> add_to_sum(const typename S::Accum* score
   using T = typename S::Accum;
   const Vec<T> factor = broadcast(units.softmax_scale);
   for (int64_t j = begin; j < end; j += S::kLane) {
-    const Vec<T> s = rounded(at_most_largest<T>(load(scores + j)) * factor);
+    const Vec<T> s = rounded(load(scores + j) * factor);
     sum += weights_of<T, true>(s, broadcast(static_cast<T>(1)), row_max);
   }
   return sum;

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "../scores/softmax.h"
+#include "row_terms.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
@@ -38,8 +39,8 @@ struct ScoreSpan {
 
   // Where scores are far from 0 the product is rounded, as the row's maximum was.
   ATTN_EXT_INLINE Vec<T> weight(int64_t j) const {
-    const Vec<T> s = at_most_largest<T>(load(scores + j)), scale = broadcast(softmax_scale);
-    const Vec<T> product = rounded(s * scale), near = broadcast(static_cast<T>(128));
+    const Vec<T> s = load(scores + j), scale = broadcast(softmax_scale);
+    const Vec<T> product = rounded(s * scale), near = broadcast(static_cast<T>(kFarScore / 2));
     const Vec<Bits<T>> is_far = (lse[j] > near) | (lse[j] < -near);
     const Vec<T> exponent = is_far ? product - lse[j] : multiply_add(s, scale, -lse[j]);
     return (hidden(j) ? Vec<T>{} : exp2<T>(exponent)) * row_scale[j];

@@ -130,9 +130,6 @@ void QueryBlock<S>::emit_all(Range keys) {
       mask(band);
       T sums[kBandRows];  // known already: kept from being added again
       memcpy(sums, s_.row_sum + band, sizeof(sums));
-      for (int64_t r = band; r < band + band_rows(band); ++r) {
-        if (s_.row_max[r] == FloatFormat<T>::kLargest) lower_infinite_scores(band, r);
-      }
       exponentials(band, false);
       memcpy(s_.row_sum + band, sums, sizeof(sums));
       if (params_.dropout.enabled) dropout(band, false);

@@ -104,17 +104,10 @@ template <typename S>
 void QueryBlock<S>::row_maxima(int64_t band, T* top) const {
   for (int64_t r = band; r < band + band_rows(band); ++r) {
     const T* row = score_row(band, r);
-    const auto row_max = [&] {
-      Vec<T> lanes = broadcast(-kInfinity<T>);
-      each_run(aligned(tile_span(r)),
-               [&](int64_t begin, int64_t end) { lanes = max_span(row, begin, end, lanes); });
-      return lane_max<T>(lanes);
-    };
-    top[r - band] = row_max();
-    if (top[r - band] == kInfinity<T> && is_biased(params_.rule)) {
-      lower_infinite_scores(band, r);
-      top[r - band] = row_max();
-    }
+    Vec<T> lanes = broadcast(-kInfinity<T>);
+    each_run(aligned(tile_span(r)),
+             [&](int64_t begin, int64_t end) { lanes = max_span(row, begin, end, lanes); });
+    top[r - band] = lane_max<T>(lanes);
   }
 }
 

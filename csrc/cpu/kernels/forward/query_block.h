@@ -175,7 +175,6 @@ class QueryBlock {
   void mask(int64_t band);
   void mask_row(int64_t r, T* row, int64_t begin, int64_t end) const;
 
-  void lower_infinite_scores(int64_t band, int64_t r) const;
   T largest_bias(int64_t r) const;
 
   // packed.h

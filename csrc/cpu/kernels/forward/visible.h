@@ -173,22 +173,6 @@ void QueryBlock<S>::mask(int64_t band) {
   }
 }
 
-// A row with infinite scores, of which a finite bias may have made some (log2_bias).
-template <typename S>
-void QueryBlock<S>::lower_infinite_scores(int64_t band, int64_t r) const {
-  if (!mask_by_key_) return;
-  with_kind<Element>(params_.rule.mask_kind, [&](auto tag) {
-    using M = typename decltype(tag)::Type;
-    if constexpr (!std::is_same_v<M, uint8_t>) {
-      const TensorView& view = params_.rule.mask;
-      const M* mask = row_pointer<const M>(view, batch_, s_.row_head[r], s_.row_index[r]);
-      const Range span = intersect(s_.row_span[r], tile_span(r));
-      lower_to_largest(score_row(band, r), span.begin, span.end, mask + block_key_ * view.column_stride,
-                       view.column_stride);
-    }
-  });
-}
-
 // Of what a row sees, its sink among it.
 template <typename S>
 typename S::Accum QueryBlock<S>::largest_bias(int64_t r) const {

@@ -89,17 +89,6 @@ inline void cap_span(T* scores, T* slope, int64_t begin, int64_t end, const Scor
   }
 }
 
-// Where a bias is finite, but not in units of log2, and has made a score infinite: the largest finite one
-// instead. mask[j * stride] belongs to scores[j].
-template <typename T, typename M>
-void lower_to_largest(T* scores, int64_t begin, int64_t end, const M* mask, int64_t stride) {
-  for (int64_t j = begin; j < end; ++j) {
-    const T bias = static_cast<T>(to_compute(mask[j * stride]));
-    const bool overflows = bias < kInfinity<T> && bias * static_cast<T>(kLog2E) == kInfinity<T>;
-    if (scores[j] == kInfinity<T> && overflows) scores[j] = FloatFormat<T>::kLargest;
-  }
-}
-
 // Products of infinite factors may be -inf where a key is seen: not to be taken for hidden ones.
 template <typename T>
 inline void keep_seen(T* products, int64_t count) {
@@ -154,16 +143,10 @@ ATTN_EXT_INLINE Vec<T> load_bias(const M* mask) {
   }
 }
 
-// A bias in units of log2. One near the lowest finite value is a way of masking, but a row of nothing else is
-// not dead: it stays finite.
-template <typename T>
-ATTN_EXT_INLINE Vec<T> log2_bias(Vec<T> bias) {
-  return maximum(broadcast(-FloatFormat<T>::kLargest), bias * static_cast<T>(kLog2E));
-}
-
+// A bias of -inf masks; one near the lowest finite value does so too, but a row of nothing else is not dead.
 template <typename T>
 ATTN_EXT_INLINE Vec<T> add_bias(Vec<T> s, Vec<T> bias, Vec<T> scale) {
-  return bias == broadcast(-kInfinity<T>) ? bias : multiply_add(s, scale, log2_bias<T>(bias));
+  return bias == broadcast(-kInfinity<T>) ? bias : multiply_add(s, scale, in_log2<T>(bias));
 }
 
 // What a mask adds to a score: a bias in units of log2, or 0 and -inf for true and false.
@@ -172,8 +155,7 @@ ATTN_EXT_INLINE Vec<T> mask_lanes(const M* mask) {
   if constexpr (std::is_same_v<M, uint8_t>) {
     return keep_flagged<T>(Vec<T>{}, mask);
   } else {
-    const Vec<T> bias = load_bias<T>(mask);
-    return bias == broadcast(-kInfinity<T>) ? bias : log2_bias<T>(bias);
+    return in_log2<T>(load_bias<T>(mask));
   }
 }
 

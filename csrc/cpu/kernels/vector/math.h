@@ -100,11 +100,28 @@ ATTN_EXT_INLINE Vec<T> exp2(Vec<T> x) {
 #endif
 }
 
-// The largest finite number in place of what is beyond it; NaN stays.
+// Numbers that stay finite in units of log2 if they are finite; NaN and Inf stay.
 template <typename T>
-ATTN_EXT_INLINE Vec<T> at_most_largest(Vec<T> x) {
+ATTN_EXT_INLINE Vec<T> in_log2(Vec<T> x) {
+  const Vec<T> y = x * static_cast<T>(kLog2E);
+#if defined(__AVX512DQ__)
+  constexpr int kNonfinite = 0x99, kSmallerSize = 0x2;  // NaN and both Inf; the sign of the first
   const Vec<T> largest = broadcast(FloatFormat<T>::kLargest);
-  return x > largest ? largest : x;
+  if constexpr (sizeof(T) == 4) {
+    const __mmask16 nonfinite = _mm512_fpclass_ps_mask((__m512)x, kNonfinite);
+    return (Vec<T>)_mm512_mask_mov_ps(_mm512_range_ps((__m512)y, (__m512)largest, kSmallerSize), nonfinite,
+                                      (__m512)x);
+  } else {
+    const __mmask8 nonfinite = _mm512_fpclass_pd_mask((__m512d)x, kNonfinite);
+    return (Vec<T>)_mm512_mask_mov_pd(_mm512_range_pd((__m512d)y, (__m512d)largest, kSmallerSize), nonfinite,
+                                      (__m512d)x);
+  }
+#else
+  const Vec<T> lowest = broadcast(-FloatFormat<T>::kLargest);
+  const Vec<T> raised = maximum(lowest, y);
+  const Vec<T> bounded = -maximum(lowest, -raised);
+  return x - x == Vec<T>{} ? bounded : x;
+#endif
 }
 
 // A finite number that stays finite in units of log2.
