@@ -57,6 +57,19 @@ def test_gradients_follow_their_inputs(order, device):
         torch.testing.assert_close(g, e)
 
 
+@pytest.mark.parametrize("order", [(1, 0, 2), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_gradients_of_broadcast_inputs_too(order, name, device):
+    inputs = {n: torch.randn(SIZES, device=device) for n in ("query", "key", "value")}
+    inputs[name] = stored_as(order, SIZES[1:], device=device)
+    leaves = [t.requires_grad_() for t in inputs.values()]
+    copies = [t.detach().contiguous().requires_grad_() for t in leaves]
+    place = list(inputs).index(name)
+    grads = [torch.autograd.grad(attn_ext.sdpa(*t).sin().sum(), t)[place] for t in (leaves, copies)]
+    assert order_of(grads[0]) == list(order)
+    torch.testing.assert_close(*grads)
+
+
 def test_heads_join_without_a_copy(device):
     batch, length, heads, dim = 2, 7, 3, 4
     packed = torch.randn(batch, length, 3, heads, dim, device=device)  # of one projection, with gaps

@@ -38,9 +38,10 @@ class OutgoingGrad {
     }
     is_sum_ = input.numel() != sizes.batch * heads * matrix_size_;
     const auto accumulated = input.options().dtype(accumulation_dtype(dtype_));
-    const auto strides = dense_strides<int64_t>(input.sizes(), memory_order(input, input.dim()));
-    grad_ = is_sum_ ? at::empty_strided(input.sizes(), strides, accumulated).zero_()
-                    : with_huge_pages(at::empty_strided(input.sizes(), strides, input.options()));
+    order_ = memory_order(input, input.dim());
+    grad_ = is_sum_ ? at::zeros(input.sizes(), accumulated)
+                    : with_huge_pages(at::empty_strided(
+                          input.sizes(), dense_strides<int64_t>(input.sizes(), order_), input.options()));
     view_ = views.writable(grad_);
     view_.column_stride = 1;
   }
@@ -75,7 +76,7 @@ class OutgoingGrad {
     }
   }
 
-  at::Tensor result() const { return is_sum_ ? grad_.to(dtype_) : grad_; }
+  at::Tensor result() const { return is_sum_ ? in_order(grad_.to(dtype_), order_) : grad_; }
 
  private:
   /// A task takes some elements of a head's matrix through all of the slice, of all heads where these have
@@ -105,7 +106,8 @@ class OutgoingGrad {
   int64_t heads_, matrix_size_;
   at::ScalarType dtype_;
   bool is_sum_ = false;
-  at::Tensor grad_;  // in the input's own shape
+  MemoryOrder order_;
+  at::Tensor grad_;  // in the input's own shape; a sum is contiguous until it is handed out
   TensorView view_;  // of it
   at::Tensor slice_;
   GradView slice_view_;
