@@ -12,6 +12,41 @@ namespace attn_ext {
 
 namespace {
 
+/// A traced tensor of symbolic sizes as one of plain numbers, by which the chunks are cut: the trace is then
+/// good for these alone.
+at::Tensor specialized(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) {
+    return tensor;
+  }
+  const auto numbers = [](c10::SymIntArrayRef symbols) {
+    Dims plain;
+    for (const c10::SymInt& symbol : symbols) {
+      plain.push_back(symbol.guard_int(__FILE__, __LINE__));
+    }
+    return plain;
+  };
+  return tensor.as_strided(numbers(tensor.sym_sizes()), numbers(tensor.sym_strides()),
+                           tensor.sym_storage_offset().guard_int(__FILE__, __LINE__));
+}
+
+SdpaInputs specialized(const SdpaInputs& inputs) {
+  return {specialized(inputs.query), specialized(inputs.key), specialized(inputs.value),
+          specialized(inputs.attn_mask), specialized(inputs.sinks)};
+}
+
+SdpaOutputs specialized(const SdpaOutputs& outputs) {
+  return {specialized(outputs.output), specialized(outputs.lse), specialized(outputs.weights),
+          specialized(outputs.key_mass)};
+}
+
+SdpaArgs specialized(SdpaArgs args) {
+  for (at::Tensor* tensor :
+       {&args.query, &args.key, &args.value, &args.attn_mask, &args.sinks, &args.dropout_seed}) {
+    *tensor = specialized(*tensor);
+  }
+  return args;
+}
+
 /// Tangents of the inputs in canonical layout; those of key, value and sinks in the dtype of accumulation.
 struct Direction {
   at::Tensor query, key, value, attn_mask, sinks;
@@ -138,8 +173,8 @@ ScoreGrads score_grad_tangents(const Problem& problem, const Chunk& chunk, const
 
 SdpaOutputs forward_tangents(const SdpaArgs& args, const SdpaInputs& direction, SideOutputs wanted) {
   const cpu::OneThreadInForkedChild guard;
-  const Problem problem = make_problem(args);
-  const Direction canonical = canonical_direction(problem, direction);
+  const Problem problem = make_problem(specialized(args));
+  const Direction canonical = canonical_direction(problem, specialized(direction));
   WholeOutputs outputs(problem, wanted);
   for_each_part(problem, [&](const Problem& part) {
     const Direction direction_of_part = of_part(part, canonical);
@@ -161,10 +196,11 @@ SdpaOutputs forward_tangents(const SdpaArgs& args, const SdpaInputs& direction, 
 SdpaInputs backward_tangents(const SdpaOutputs& grads, const SdpaArgs& args, const SdpaOutputs& grad_tangents,
                              const SdpaInputs& direction, InputMask wanted) {
   const cpu::OneThreadInForkedChild guard;
-  const Problem problem = make_problem(args);
-  const Direction canonical = canonical_direction(problem, direction);
-  const OutputGrads all_grads = canonical_grads(problem, grads);
-  const OutputGrads all_grad_tangents = canonical_grads(problem, grad_tangents);
+  const SdpaArgs plain_args = specialized(args);
+  const Problem problem = make_problem(plain_args);
+  const Direction canonical = canonical_direction(problem, specialized(direction));
+  const OutputGrads all_grads = canonical_grads(problem, specialized(grads));
+  const OutputGrads all_grad_tangents = canonical_grads(problem, specialized(grad_tangents));
   WholeGradients gradients(problem);
   for_each_part(problem, [&](const Problem& part) {
     const Direction direction_of_part = of_part(part, canonical);
@@ -204,7 +240,7 @@ SdpaInputs backward_tangents(const SdpaOutputs& grads, const SdpaArgs& args, con
     });
     gradients.add(part, sums.join());
   });
-  return gradients.finish(args, wanted);
+  return gradients.finish(plain_args, wanted);
 }
 
 }  // namespace attn_ext

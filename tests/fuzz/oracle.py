@@ -7,13 +7,14 @@ the contract wants them; ``attn_ext.reference`` is one of those that are held ag
 With u the unit roundoff of what is summed in, w that of the tensors, and for one row ::
 
     e = u (D + 8) sum|scale q k| + u (|S| + |bias| + |lse|)          the error of a score
-    r = expm1(2 e) + u (Lk + 8)                                      the relative error of a weight
-    T = P (|dP| + sum P |dP| + |dLse|)                               the size of what dS is summed of
+    f = max e over the scores that may be among the largest          the error of lse
+    p = |exp(S -+ (e + f) - lse) - P| + u (Lk + 8) P                 the error of a weight
+    T = |dP| + sum P |dP| + |dLse|                                   the size of what dS is summed of
 
 the errors allowed are a small multiple (``SLACK``) of ::
 
-    output  (r + w) W |V|        dV  W^T-sums of (r + w) |dO|
-    dS      (r + w + u (Dv + Lk)) T, and dQ, dK, bias, sinks as sums of that
+    output  (p + w W) |V|        dV  sums of (p + w W) |dO|
+    dS      (p + (w + u (Dv + Lk)) P) T + P sum p |dP|, and dQ, dK, bias, sinks as sums of that
 
 plus each result's own last bit: weights and dS may be rounded to the dtype once, as every fused kernel does.
 What exceeds that is held against the contract itself: twice the error of ``attn_ext.reference`` computed in
@@ -196,12 +197,36 @@ class _Oracle:
             size = size + _finite(self.bias).abs()
         if cap > 0:
             size = size + cap if cap < 1e300 else size
-        size = torch.where(visible, size, 0.0)
-        error = self.unit * (size.amax(-1, keepdim=True) if case.lk else size.sum(-1, keepdim=True))
+        self._set_errors(every, self.unit * torch.where(visible, size, 0.0))
+
+    def _set_errors(self, every: Tensor, error: Tensor) -> None:
+        """Of lse, weights and the sink's share; ``error`` is of the scores, ``every`` score has its sink behind."""
+        case, columns = self.case, self.case.lk
         if case.sinks:
-            error = error + self.unit * _finite(sinks).abs()
-        self.score_error = error.squeeze(-1)
-        self.relative = torch.expm1((2 * error).clamp(max=50)) + self.unit * (case.lk + 8)
+            error = torch.cat([error, self.unit * _finite(every[..., columns:]).abs()], -1)
+        finite = every.isfinite()
+        low = torch.where(finite, every - error, -math.inf)
+        if every.shape[-1]:
+            among_largest = finite & (every + error >= low.amax(-1, keepdim=True) - 60)
+            of_lse = torch.where(among_largest, error, 0.0).amax(-1, keepdim=True)
+        else:
+            of_lse = error.sum(-1, keepdim=True)
+        lse = _finite(self.lse).unsqueeze(-1)
+        exponents = torch.where(finite, every, 0.0) - lse
+        least, most = (torch.exp((exponents + s * (error + of_lse)).clamp(max=0.0)) for s in (-1, 1))
+        exact = torch.exp(exponents.clamp(max=0.0))
+        off = torch.maximum(most - exact, exact - least) + self.unit * (columns + 8) * exact
+        off = torch.where(finite, off, 0.0)
+        self.score_error = error[..., :columns].amax(-1) if columns else error.sum(-1)
+        self.lse_error = of_lse.squeeze(-1)
+        self.weight_error, self.sink_error = off[..., :columns], off[..., columns:].squeeze(-1)
+        # Where rounding decides what a weight is, it decides whether 0 or another number meets an Inf.
+        self.infinite = self.infinite or bool((self.weight_error > 1e-3).any())
+
+    def _applied_error(self) -> Tensor:
+        """Of the weights that are applied, after dropout."""
+        error = self.weight_error if self.keep is None else self.weight_error * self.keep
+        return error + _finite(self.w) * self.rounding
 
     # Backward
 
@@ -222,7 +247,7 @@ class _Oracle:
             d_w = d_w + _sum_visible(d_out, self.value, visible, "dim")
             size = size + _finite(d_out).abs() @ _finite(self.value).abs().mT
             grads["value"] = _sum_visible(self.w, d_out, visible, "rows")
-            sizes["value"] = (_finite(self.w) * (self.relative + self.rounding)).mT @ _finite(d_out).abs()
+            sizes["value"] = self._applied_error().mT @ _finite(d_out).abs()
         for extra in (d_weights, None if d_mass is None else d_mass.unsqueeze(-2)):
             if extra is not None:
                 d_w = d_w + extra
@@ -234,12 +259,14 @@ class _Oracle:
         d_scores = p * (d_p - row)
         weights = _finite(p)
         row_size = (weights * size).sum(-1, keepdim=True)
-        terms = weights * (size + row_size)
+        row_error = (self.weight_error * size).sum(-1, keepdim=True)
+        summed = size + row_size
         if d_lse is not None:
             d_scores = d_scores + p * d_lse.unsqueeze(-1)
-            terms = terms + weights * _finite(d_lse).abs().unsqueeze(-1)
+            summed = summed + _finite(d_lse).abs().unsqueeze(-1)
         d_scores = torch.where(visible & ~self.empty, d_scores, 0.0)
-        terms = terms * (self.relative + self.rounding + self.unit * (case.dv + case.lk + 16))
+        relative = self.rounding + self.unit * (case.dv + case.lk + 16)
+        terms = (self.weight_error + weights * relative) * summed + (weights + self.weight_error) * row_error
         if case.sinks:
             inner = torch.where(visible.any(-1), -row.squeeze(-1), 0.0)
             sink_size = row_size.squeeze(-1)
@@ -247,10 +274,11 @@ class _Oracle:
                 inner, sink_size = inner + d_lse, sink_size + _finite(d_lse).abs()
             dead = self.empty.squeeze(-1)
             grads["sinks"] = torch.where(dead, 0.0, self.sink_weights * inner).sum(-1)
-            factor = (self.relative + self.rounding).squeeze(-1) + self.unit * (
-                case.dv + case.lk + case.lq + 16
-            )
-            sizes["sinks"] = (_finite(self.sink_weights) * sink_size * factor).sum(-1)
+            share = _finite(self.sink_weights)
+            relative = self.rounding + self.unit * (case.dv + case.lk + case.lq + 16)
+            off = (self.sink_error + share * relative) * sink_size
+            off = off + (share + self.sink_error) * row_error.squeeze(-1)
+            sizes["sinks"] = off.sum(-1)
         grads["attn_mask"], sizes["attn_mask"] = d_scores, terms
         if self.slope is not None:
             d_scores = d_scores * self.slope
@@ -273,16 +301,16 @@ class _Oracle:
         """Outputs and gradients in the shapes of the op's."""
         case, found = self.case, {}
         output = _sum_visible(self.w, self.value, self.visible, "keys")
-        error = _finite(self.w) * (self.relative + self.rounding + self.unit * case.lk)
+        error = self._applied_error() + _finite(self.w) * (self.unit * case.lk)
         found["output"] = self._expected(output, error @ _finite(self.value).abs())
         side = dict.fromkeys(case.output_shapes())
         if "weights" in side:
-            found["weights"] = self._expected(self.w, _finite(self.w) * (self.relative + self.rounding))
+            found["weights"] = self._expected(self.w, self._applied_error())
         if "key_mass" in side:
-            error = (_finite(self.w) * (self.relative + self.unit * case.lq)).sum(-2)
+            error = (self._applied_error() + _finite(self.w) * (self.unit * case.lq)).sum(-2)
             found["key_mass"] = self._expected(self.w.sum(-2), error)
         if "lse" in side:
-            error = self.score_error + self.unit * (case.lk + 8)
+            error = self.lse_error + self.unit * (case.lk + 8)
             found["lse"] = self._expected(
                 self.lse, error, torch.promote_types(DTYPES[case.dtype], torch.float32)
             )

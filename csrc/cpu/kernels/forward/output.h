@@ -84,12 +84,15 @@ void QueryBlock<S>::finish_rows(int64_t band) {
   }
 }
 
-// Where that is near the largest finite number, natural units still hold what log2 units do not.
+// Where a bias is that large, natural units still hold what log2 units do not.
 template <typename S>
 void QueryBlock<S>::finish_largest(int64_t band) const {
-  constexpr T kLargest = FloatFormat<T>::kLargest;
+  constexpr T kLarge = FloatFormat<T>::kLargest * static_cast<T>(0.69);  // below ln 2, which those stop at
+  const auto is_large = [](T x) { return x - x == 0 && (x > kLarge || x < -kLarge); };
   for (int64_t r = band; r < band + band_rows(band); ++r) {
-    if (s_.lse[r] == kLargest || s_.lse[r] == -kLargest) s_.lse[r] = largest_bias(r);
+    if (!is_large(s_.lse[r])) continue;
+    const T bias = largest_bias(r);
+    if (is_large(bias)) s_.lse[r] = bias;
   }
 }
 

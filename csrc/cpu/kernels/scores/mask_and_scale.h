@@ -19,6 +19,7 @@ struct ScoreUnits {
   bool scale_first;  // this pass scales; the softmax pass then multiplies by 1
   T scale;           // of this pass, log2 e included unless there is a softcap
   T softcap;         // times log2 e; 0: none
+  T inverse_cap;     // 1 / softcap: scale / softcap in one might vanish, and Inf times that be NaN
   T softmax_scale;   // of the softmax pass
 };
 
@@ -49,8 +50,9 @@ ATTN_EXT_INLINE ScoreUnits<T> score_units(const ScoreRule& rule) {
   // The softmax pass looks for the largest product, so its scale must be positive, and not so small that
   // -inf times it could be anything but -inf.
   units.scale_first = capped || is_biased(rule) || !(log2_scale > 1e-30);
-  units.scale = static_cast<T>(capped ? rule.scale / rule.softcap : log2_scale);
+  units.scale = static_cast<T>(capped ? rule.scale : log2_scale);
   units.softcap = static_cast<T>(capped ? rule.softcap * kLog2E : 0);
+  units.inverse_cap = static_cast<T>(capped ? 1 / rule.softcap : 0);
   units.softmax_scale = units.scale_first ? static_cast<T>(1) : static_cast<T>(log2_scale);
   return units;
 }
@@ -76,14 +78,16 @@ inline void scale_span(T* scores, int64_t begin, int64_t end, const ScoreUnits<T
     return;
   }
   const Vec<T> cap = broadcast(units.softcap);
-  for (int64_t j = begin; j < end; j += kLanes<T>) store(scores + j, cap * tanh<T>(load(scores + j) * scale));
+  for (int64_t j = begin; j < end; j += kLanes<T>) {
+    store(scores + j, cap * tanh<T>(load(scores + j) * scale * units.inverse_cap));
+  }
 }
 
 // As scale_span with a softcap; slope = 1 - tanh^2, the cap's derivative.
 template <typename T>
 inline void cap_span(T* scores, T* slope, int64_t begin, int64_t end, const ScoreUnits<T>& units) {
   for (int64_t i = begin; i < end; i += kLanes<T>) {
-    const Vec<T> t = tanh<T>(load(scores + i) * units.scale);
+    const Vec<T> t = tanh<T>(load(scores + i) * units.scale * units.inverse_cap);
     store(scores + i, t * units.softcap);
     store(slope + i, static_cast<T>(1) - t * t);
   }
