@@ -200,7 +200,7 @@ class _Oracle:
         self._set_errors(every, self.unit * torch.where(visible, size, 0.0))
 
     def _set_errors(self, every: Tensor, error: Tensor) -> None:
-        """Of lse, weights and the sink's share; ``error`` is of the scores, ``every`` score has its sink behind."""
+        """Of lse, weights and the sink's share, from the scores'; ``every`` score has its sink behind."""
         case, columns = self.case, self.case.lk
         if case.sinks:
             error = torch.cat([error, self.unit * _finite(every[..., columns:]).abs()], -1)
