@@ -19,6 +19,8 @@ cmake --build "$build/examples"
 "$build/examples/direct_call"
 "$venv/bin/python" "$root/examples/cpp/save_module.py" "$build/saved"
 "$build/examples/scripted_module" "$build/saved"
-if ldd "$build/examples/scripted_module" | grep -E 'libpython|libtorch_python'; then
+"$venv/bin/python" "$root/examples/cpp/compile_module.py" "$build/compiled"
+"$build/examples/compiled_module" "$build/compiled"
+if ldd "$build/examples/scripted_module" "$build/examples/compiled_module" | grep -E 'libpython|libtorch_python'; then
   stop "a C++ program depends on Python."
 fi
