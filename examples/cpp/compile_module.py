@@ -1,4 +1,4 @@
-"""Compiles a module ahead of time for compiled_module.cpp, and saves inputs with the answers that Python gets.
+"""Compiles a module ahead of time for compiled_module.cpp, and saves inputs with Python's answers.
 
 Usage: python compile_module.py FOLDER
 """

@@ -1,6 +1,7 @@
 // Loads a module that Python exported and compiled ahead of time (compile_module.py), runs it on two lengths,
 // and checks the outputs against the answers saved beside it. There is no Python in this process. What is
-// compiled this way runs forward only: a program that needs gradients takes TorchScript (scripted_module.cpp).
+// compiled this way runs forward only: a program that needs gradients takes TorchScript, as
+// scripted_module.cpp does.
 //
 // Usage: compiled_module FOLDER
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
