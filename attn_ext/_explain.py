@@ -57,9 +57,7 @@ def explain(
 ) -> Explanation:
     """Tell which way :func:`attn_ext.sdpa` would take with these arguments, without computing anything.
 
-    Args:
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window_left, window_right,
-            query_offset, softcap, sinks: as in :func:`attn_ext.sdpa`.
+    The arguments are those of :func:`attn_ext.sdpa`.
 
     Returns:
         Explanation: path, instruction set, block sizes, bytes of packing and scratch, and the reason.

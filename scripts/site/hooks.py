@@ -1,0 +1,76 @@
+"""MkDocs hooks: formulas as MathML, the notebook as a page, and the documents that lie in the root."""
+
+import re
+from pathlib import Path
+
+from latex2mathml.converter import convert
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from notebook import as_page
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Documents of the root and the pages that they are.
+PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
+LINK = re.compile(r"(?<!!)\[([^]\n]+)\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)")
+ENTITIES = {"&lt;": "<", "&gt;": ">", "&amp;": "&"}
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add what does not lie in docs/ as a page."""
+    for name in ("CONTRIBUTING.md", "CHANGELOG.md"):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        files.append(File.generated(config, PAGES[name], content=from_root(text)))
+    executed = ROOT / "build" / "tutorial.ipynb"
+    notebook = executed if executed.exists() else ROOT / "docs" / "tutorial.ipynb"
+    markdown, pictures = as_page(notebook)
+    files.append(File.generated(config, "tutorial.md", content=markdown))
+    for name, picture in pictures.items():
+        files.append(File.generated(config, name, content=picture))
+    return files
+
+
+def from_root(text: str) -> str:
+    """A document of the root with its links as they are seen from docs/."""
+    return LINK.sub(
+        lambda found: f"[{found[1]}]({seen_from_docs(found[2])}{found[3] or ''})",
+        text,
+    )
+
+
+def seen_from_docs(target: str) -> str:
+    return target.removeprefix("docs/") if target.startswith("docs/") else f"../{target}"
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links that leave docs/ go to the page that the document is; what is none is named, not linked."""
+
+    def link(found: re.Match[str]) -> str:
+        text, target, anchor = found[1], found[2], found[3] or ""
+        up = "../" * page.file.src_uri.count("/")
+        outside = target.removeprefix(up) if target.startswith(up + "../") else None
+        if outside is None:
+            return found[0]
+        name = outside.removeprefix("../")
+        return f"[{text}]({up}{PAGES[name]}{anchor})" if name in PAGES else text
+
+    return LINK.sub(link, markdown)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Formulas as MathML, which browsers draw by themselves."""
+    return FORMULA.sub(lambda found: as_mathml(found[3], found[2] == "["), output)
+
+
+def as_mathml(formula: str, block: bool) -> str:
+    for entity, character in ENTITIES.items():
+        formula = formula.replace(entity, character)
+    mathml = convert(formula, display="block" if block else "inline")
+    # The letters of one upright word belong together; a negative space has no name in MathML Core.
+    mathml = re.sub(
+        r'(?:<mi mathvariant="normal">\w</mi>){2,}',
+        lambda found: f"<mi>{re.sub('<.*?>', '', found[0])}</mi>",
+        mathml,
+    )
+    return mathml.replace('width="negativethinmathspace"', 'width="-0.167em"')
