@@ -1,4 +1,4 @@
-# Sourced by demo.sh and test.sh: leaves an environment in $venv with attn_ext built and installed in it.
+# Sourced by the scripts beside it: leaves an environment in $venv with attn_ext built and installed in it.
 #
 # Nothing outside the clone is touched. A torch that the machine's Python already has (2.11 or later) is used
 # as it is; otherwise the environment gets one of its own.

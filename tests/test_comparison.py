@@ -1,4 +1,4 @@
-"""Every cell of the README's table of comparison, shown by running it: on the CPU, with torch 2.13."""
+"""Every cell of the table of docs/comparison.md, shown by running it: on the CPU, with torch 2.13."""
 
 import math
 import warnings
@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-README = Path(__file__).parents[1] / "README.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "comparison.md"
 COLUMNS = ("attn_ext", "F.sdpa", "nn.MultiheadAttention", "FlexAttention")
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 ABSENT = None  # there is no argument for it, which test_absent_arguments shows
@@ -148,7 +148,7 @@ def each(show: Callable[[Call], bool]) -> dict[str, Callable[[], bool]]:
     return {name: (lambda call=call: show(call)) for name, call in CALLS.items()}
 
 
-# What the README says in its rows, and what shows it, or does not.
+# What the document says in its rows, and what shows it, or does not.
 CLAIMS: dict[str, dict[str, Callable[[], bool] | None]] = {
     "attention weights": {
         "attn_ext": lambda: attn_ext.sdpa_with_weights(*tensors())[1].shape == (2, 2, 16, 16),
@@ -221,8 +221,8 @@ CLAIMS: dict[str, dict[str, Callable[[], bool] | None]] = {
 
 @pytest.fixture(scope="module")
 def table() -> dict[str, dict[str, str]]:
-    """The README's table: row, column, cell."""
-    lines = iter(README.read_text(encoding="utf-8").splitlines())
+    """The table: row, column, cell."""
+    lines = iter(DOCUMENT.read_text(encoding="utf-8").splitlines())
     header = next(cells for line in lines if (cells := _cells(line))[1:2] == ["`attn_ext`"])
     columns = [name.strip("`") for name in header[1:]]
     next(lines)  # |---|

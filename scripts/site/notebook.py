@@ -1,7 +1,7 @@
 """Executes the tutorial, and turns an executed notebook into a page.
 
-    python scripts/site/notebook.py build/tutorial.ipynb   # executes docs/tutorial.ipynb into it
-    python scripts/site/notebook.py docs/tutorial.ipynb    # the same in place, to commit its outputs
+python scripts/site/notebook.py build/tutorial.ipynb   # executes docs/tutorial.ipynb into it
+python scripts/site/notebook.py docs/tutorial.ipynb    # the same in place, to commit its outputs
 """
 
 import base64
@@ -28,6 +28,7 @@ def execute(target: Path) -> None:
             kernel_name="python3",
             record_timing=False,
             coalesce_streams=True,
+            extra_arguments=["--IPKernelApp.log_level=ERROR"],
             on_cell_complete=lambda **_: bar.update(),
             resources={"metadata": {"path": str(target.parent)}},
         )
