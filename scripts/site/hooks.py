@@ -1,5 +1,6 @@
 """MkDocs hooks: formulas as MathML, the notebook as a page, and the documents that lie in the root."""
 
+import posixpath
 import re
 from pathlib import Path
 
@@ -44,16 +45,22 @@ def seen_from_docs(target: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links that leave docs/ go to the page that the document is; what is none is named, not linked."""
+    """Links to documents go to their pages, by their titles; what is no page is named, not linked."""
+    up = "../" * page.file.src_uri.count("/")
 
     def link(found: re.Match[str]) -> str:
         text, target, anchor = found[1], found[2], found[3] or ""
-        up = "../" * page.file.src_uri.count("/")
-        outside = target.removeprefix(up) if target.startswith(up + "../") else None
-        if outside is None:
-            return found[0]
-        name = outside.removeprefix("../")
-        return f"[{text}]({up}{PAGES[name]}{anchor})" if name in PAGES else text
+        if target.startswith(up + "../"):
+            outside = target.removeprefix(up + "../")
+            if outside not in PAGES:
+                return text
+            target = up + PAGES[outside]
+        document = files.get_file_from_path(
+            posixpath.normpath(posixpath.join(posixpath.dirname(page.file.src_uri), target))
+        )
+        if text.endswith(".md") and document and document.page:
+            text = document.page.title
+        return f"[{text}]({target}{anchor})"
 
     return LINK.sub(link, markdown)
 
