@@ -5,6 +5,7 @@ from . import _library as _library
 from ._build_info import version as __version__
 from ._explain import Explanation, available_cpu_capabilities, cpu_capability, explain
 from .functional import sdpa, sdpa_with_key_mass, sdpa_with_lse, sdpa_with_weights
+from .integrations.override import override_sdpa
 from .modules import CrossAttention, MultiHeadAttention, ScaledDotProductAttention, SelfAttention
 
 #: For CMake's CMAKE_PREFIX_PATH, as `torch.utils.cmake_prefix_path` is: find_package(attn_ext) looks there.
@@ -24,6 +25,7 @@ __all__ = [
     "cmake_prefix_path",
     "cpu_capability",
     "explain",
+    "override_sdpa",
     "reference",
     "sdpa",
     "sdpa_with_key_mass",

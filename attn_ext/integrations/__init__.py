@@ -1,0 +1,1 @@
+"""What brings the op to models as they are."""
