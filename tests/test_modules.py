@@ -1,4 +1,4 @@
-"""The attention modules: shapes, masks, dropout, projections, and every way to carry them elsewhere."""
+"""The attention modules: shapes, scores, masks, dropout, projections, and every way to carry them on."""
 
 import copy
 import functools
@@ -36,6 +36,8 @@ MODULES = {
     "multi_head_one_kv_head": (lambda: MultiHeadAttention(16, 4, num_kv_heads=1), [X]),
     "multi_head_odd_dims": (lambda: MultiHeadAttention(16, 3, head_dim=5, value_dim=7), [X]),
     "multi_head_no_out_proj": (lambda: MultiHeadAttention(16, 4, out_proj=False), [X]),
+    "multi_head_apart": (lambda: MultiHeadAttention(16, 4, packed=False), [X]),
+    "multi_head_key_is_value": (lambda: MultiHeadAttention(16, 4, num_kv_heads=2), [X, (2, 7, 16)]),
     "multi_head_key_value_dims": (
         lambda: MultiHeadAttention(16, 4, key_dim=12, value_in_dim=10),
         [X, (2, 7, 12), (2, 7, 10)],
@@ -45,7 +47,7 @@ MODULES = {
 
 # The constructors, and those of their arguments that are sizes.
 SIZED = {
-    ScaledDotProductAttention: (),
+    ScaledDotProductAttention: ("num_heads",),
     functools.partial(SelfAttention, embed_dim=16): ("embed_dim", "head_dim", "value_dim"),
     functools.partial(CrossAttention, embed_dim=16): ("embed_dim", "context_dim", "head_dim", "value_dim"),
     functools.partial(MultiHeadAttention, embed_dim=16, num_heads=4): (
@@ -365,7 +367,7 @@ class TestMultiHeadAttention:
             module(torch.randn(X, device=device), mask=mask)
 
     def test_shared_projection(self, device):
-        module, x = MultiHeadAttention(16, 4).to(device), torch.randn(X, device=device)
+        module, x = MultiHeadAttention(16, 4, packed=False).to(device), torch.randn(X, device=device)
         module.key_proj = module.query_proj
         expected = oracle(module, x)
         assert_close(module(x, need_weights=True), expected)
@@ -439,9 +441,9 @@ class TestFromTorch:
     def test_copies_the_weights(self):
         theirs = nn.MultiheadAttention(16, 4)
         ours = MultiHeadAttention.from_torch(theirs)
-        before = ours.query_proj.weight.clone()
+        before = ours.in_proj_weight.clone()
         nn.init.zeros_(theirs.in_proj_weight)
-        assert_close(ours.query_proj.weight, before)
+        assert_close(ours.in_proj_weight, before)
 
     def test_takes_over_dtype_dropout_and_mode(self):
         theirs = nn.MultiheadAttention(16, 4, dropout=0.3, dtype=torch.float64).eval()
@@ -455,3 +457,177 @@ class TestFromTorch:
     def test_refuses_what_has_no_counterpart(self, option):
         with pytest.raises(ValueError, match=f"{option}=True has no counterpart"):
             MultiHeadAttention.from_torch(nn.MultiheadAttention(16, 4, **{option: True}))
+
+
+OPTIONS = {
+    "scale": {"scale": 0.0},
+    "windows": {"window_left": 1, "window_right": 2},
+    "softcap": {"softcap": 0.5},
+    "sinks": {"sinks": True},
+    "everything": {"scale": 0.7, "window_left": 3, "window_right": 1, "softcap": 2.0, "sinks": True},
+}
+
+
+class TestScoreOptions:
+    """What becomes of the scores: as in the functions."""
+
+    @pytest.fixture(params=["scaled_dot_product", "self", "cross", "multi_head"])
+    def case(self, request):
+        make = {
+            "scaled_dot_product": lambda **options: ScaledDotProductAttention(num_heads=4, **options),
+            "self": lambda **options: SelfAttention(16, **options),
+            "cross": lambda **options: CrossAttention(16, **options),
+            "multi_head": lambda **options: MultiHeadAttention(16, 4, **options),
+        }[request.param]
+        return make, [torch.randn(shape) for shape in MODULES[request.param][1]]
+
+    @staticmethod
+    def make(case, options):
+        make, inputs = case
+        module = make(**options)
+        if module.sinks is not None:
+            nn.init.normal_(module.sinks)
+        return module, inputs
+
+    @staticmethod
+    def expected(module, inputs, options):
+        options = dict(options)
+        if options.pop("sinks", False):
+            one_head = module.sinks.size(0) == 1
+            options["sinks"] = module.sinks.expand(inputs[0].size(0)) if one_head else module.sinks
+        return oracle(module, *inputs, **options)
+
+    @pytest.mark.parametrize("query_offset", [0, 2])
+    @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+    def test_agree_with_the_functions(self, case, options, query_offset):
+        module, inputs = self.make(case, options)
+        expected = self.expected(module, inputs, {**options, "query_offset": query_offset})
+        more = needs_weights(module) | {"query_offset": query_offset}
+        assert_close(module(*inputs, **more), expected)
+        assert_close(torch.jit.script(module)(*inputs, **more), expected)
+        assert_close(module(*inputs, query_offset=query_offset)[0], expected[0])
+
+    def test_change_the_output(self, case):
+        plain, inputs = self.make(case, {})
+        for options in OPTIONS.values():
+            module = case[0](**options)
+            module.load_state_dict(plain.state_dict(), strict=False)
+            assert not torch.allclose(module(*inputs)[0], plain(*inputs)[0], atol=1e-4)
+
+    def test_sinks_are_learned(self, case):
+        module, inputs = self.make(case, {"sinks": True})
+        assert "sinks" in module.state_dict()
+        module(*inputs)[0].square().sum().backward()
+        assert module.sinks.grad.shape == module.sinks.shape
+        assert module.sinks.grad.abs().min() > 0
+        assert "sinks" not in case[0]().state_dict()
+
+    def test_sinks_begin_as_zeros_one_a_head(self):
+        assert_close(MultiHeadAttention(16, 4, sinks=True).sinks.detach(), torch.zeros(4))
+        with pytest.raises(ValueError, match="sinks=True needs num_heads"):
+            ScaledDotProductAttention(sinks=True)
+
+    def test_sinks_of_one_sequence(self):
+        module = SelfAttention(16, sinks=True)
+        nn.init.constant_(module.sinks, 0.5)
+        x = torch.randn(2, 3, 5, 16)
+        assert_close(module(x)[0][1, 2], module(x[1, 2])[0])
+
+    def test_query_offset_moves_the_causal_triangle(self):
+        module, x = MultiHeadAttention(16, 4), torch.randn(X)
+        whole = module(x, is_causal=True)[0]
+        assert_close(module(x[:, 3:], x, is_causal=True, query_offset=3)[0], whole[:, 3:])
+
+    def test_compile_and_export(self, case):
+        module, inputs = self.make(case, OPTIONS["everything"])
+        torch.compiler.reset()
+        assert_close(torch.compile(module, backend="aot_eager", fullgraph=True)(*inputs), module(*inputs))
+        assert_close(torch.export.export(module, tuple(inputs)).module()(*inputs), module(*inputs))
+
+    @pytest.mark.parametrize(
+        ("options", "error", "message"),
+        [
+            ({"window_left": -1}, ValueError, "window_left must be at least 0, or None for no bound, got -1"),
+            ({"window_right": 1.5}, TypeError, "window_right must be an int, got 1.5"),
+            ({"softcap": -2.0}, ValueError, r"softcap must be at least 0 \(0 = none\), got -2.0"),
+            ({"softcap": float("inf")}, ValueError, "softcap must be finite, got inf"),
+            ({"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
+            ({"windows": 3}, TypeError, "expected options among scale, window_left, .*sinks, got windows"),
+        ],
+    )
+    def test_bad_ones_are_refused(self, case, options, error, message):
+        with pytest.raises(error, match=f"^{message}$"):
+            case[0](**options)
+
+    def test_are_shown(self, case):
+        shown = case[0](**OPTIONS["everything"]).extra_repr()
+        assert shown.endswith("scale=0.7, window_left=3, window_right=1, softcap=2.0, sinks=True")
+
+
+class TestPackedProjection:
+    def test_holds_the_weights_that_the_three_hold(self):
+        packed, apart = (
+            MultiHeadAttention(16, 4, num_kv_heads=2),
+            MultiHeadAttention(16, 4, num_kv_heads=2, packed=False),
+        )
+        assert set(packed.state_dict()) == {
+            *("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")
+        }
+        x = torch.randn(X)
+        packed.load_state_dict(apart.state_dict())
+        assert_close(packed(x), apart(x))
+        nn.init.normal_(packed.in_proj_weight)
+        nn.init.normal_(packed.in_proj_bias)
+        apart.load_state_dict(packed.state_dict())
+        assert_close(packed(x), apart(x))
+
+    def test_loads_within_a_model(self):
+        packed = nn.ModuleDict({"a": MultiHeadAttention(16, 4, bias=False)})
+        apart = nn.ModuleDict({"a": MultiHeadAttention(16, 4, bias=False, packed=False)})
+        state = apart.state_dict()
+        assert not packed.load_state_dict(state).unexpected_keys
+        assert "a.query_proj.weight" in state  # the caller's dict is left as it is
+        assert_close(packed["a"].in_proj_weight[:16], apart["a"].query_proj.weight)
+
+    def test_names_what_is_missing(self):
+        state = MultiHeadAttention(16, 4, packed=False).state_dict()
+        del state["key_proj.weight"]
+        with pytest.raises(RuntimeError, match=r"in_proj_weight"):
+            MultiHeadAttention(16, 4).load_state_dict(state)
+
+    def test_loads_the_state_of_torch_as_it_is(self):
+        theirs, ours = nn.MultiheadAttention(16, 4, batch_first=True), MultiHeadAttention(16, 4)
+        ours.load_state_dict(theirs.state_dict())
+        x = torch.randn(X)
+        assert_close(ours(x)[0], theirs(x, x, x)[0])
+        theirs.load_state_dict(ours.state_dict())
+
+    def test_one_product_for_one_tensor(self):
+        module, x, context = MultiHeadAttention(16, 4), torch.randn(X), torch.randn(2, 7, 16)
+        for inputs, products in (([x], 2), ([x, context], 3), ([x, context, context + 1], 4)):
+            program = torch.export.export(module, tuple(inputs))
+            assert [str(node.target) for node in program.graph.nodes].count("aten.linear.default") == products
+
+    def test_begins_as_three_linear_modules_do(self):
+        packed = MultiHeadAttention(64, 4)
+        apart = MultiHeadAttention(64, 4, packed=False)
+        bound = 1 / 8
+        for tensor in (packed.in_proj_weight, packed.in_proj_bias, apart.query_proj.weight):
+            assert 0.9 * bound < tensor.abs().max() <= bound
+
+    def test_with_other_features_is_refused(self):
+        with pytest.raises(
+            ValueError, match=r"packed=True needs inputs of embed_dim features, got \[16, 12, 16\]"
+        ):
+            MultiHeadAttention(16, 4, key_dim=12, packed=True)
+
+    def test_vmap_over_an_ensemble(self):
+        modules = [MultiHeadAttention(16, 4) for _ in range(3)]
+        parameters, buffers = torch.func.stack_module_state(modules)
+        x = torch.randn(X)
+
+        def call(parameters, buffers):
+            return torch.func.functional_call(modules[0], (parameters, buffers), (x,))[0]
+
+        expected = torch.stack([module(x)[0] for module in modules])
+        assert_close(torch.func.vmap(call)(parameters, buffers), expected)

@@ -1,30 +1,65 @@
 """What the attention modules share."""
 
+import math
 import operator
 
+import torch
 from torch import Tensor, nn
+from typing_extensions import TypedDict, Unpack
 
 from ..functional import sdpa, sdpa_with_weights
 
 
+class ScoreOptions(TypedDict, total=False):
+    """Keyword arguments that every attention module takes, and means as :func:`attn_ext.sdpa` does."""
+
+    scale: float | None
+    window_left: int | None
+    window_right: int | None
+    softcap: float
+    sinks: bool
+
+
 class AttentionModule(nn.Module):
-    """Base of the attention modules: dropout in training only, and weights kept on request.
+    r"""Base of the attention modules: what becomes of the scores, dropout, and weights kept on request.
+
+    Args:
+        dropout: probability that a weight is dropped, in training only.
+        num_heads: how many sinks there are to learn.
+        scale: factor of the scores, :math:`1/\sqrt{D}` if None.
+        window_left: a query row sees no key further before it than this; None: no such bound.
+        window_right: a query row sees no key further behind it than this; None: no such bound.
+        softcap: bound of the scaled scores; 0 for none.
+        sinks: learn one score a head that takes part in the softmax and has no value; 0 in the beginning.
 
     Attributes:
         keep_weights: set it to True, and every forward keeps its weights in ``last_weights``, to be looked at
             however deep the module sits in a model.
         last_weights: the weights of the last forward with ``keep_weights``, detached, a matrix a head; None
             before.
+        sinks: the parameter, :math:`(H,)`, or None.
     """
 
     keep_weights: bool
     last_weights: Tensor | None
+    scale: float | None
+    window_left: int | None
+    window_right: int | None
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, num_heads: int, **options: Unpack[ScoreOptions]) -> None:
         super().__init__()
         if not 0.0 <= dropout <= 1.0:
             raise ValueError(f"dropout must lie in [0, 1], got {dropout}")
+        _check_options(options)
         self.dropout = float(dropout)
+        scale = options.get("scale")
+        self.scale = None if scale is None else float(scale)
+        self.window_left = options.get("window_left")
+        self.window_right = options.get("window_right")
+        self.softcap = float(options.get("softcap", 0.0))
+        sinks = nn.Parameter(torch.zeros(num_heads)) if options.get("sinks", False) else None
+        self.register_parameter("sinks", sinks)
+        self.enable_gqa = False
         self.keep_weights = False
         self.last_weights = None
 
@@ -35,19 +70,77 @@ class AttentionModule(nn.Module):
         value: Tensor,
         attn_mask: Tensor | None,
         is_causal: bool,
-        enable_gqa: bool,
+        query_offset: int,
         need_weights: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention by the op that gives what is needed and no more."""
         dropout_p = self.dropout if self.training else 0.0
+        sinks = self.sinks
+        if sinks is not None:  # noqa: SIM102 (TorchScript)
+            if sinks.size(0) == 1 and query.dim() > 2:  # one head; the op takes a batch dim for heads then
+                sinks = sinks.expand(query.size(-3))
         if not (need_weights or self.keep_weights):
-            return sdpa(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=enable_gqa), None
+            output = sdpa(
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                self.scale,
+                self.enable_gqa,
+                self.window_left,
+                self.window_right,
+                query_offset,
+                self.softcap,
+                sinks,
+            )
+            return output, None
         output, weights = sdpa_with_weights(
-            query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=enable_gqa
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            self.scale,
+            self.enable_gqa,
+            self.window_left,
+            self.window_right,
+            query_offset,
+            self.softcap,
+            sinks,
         )
         if self.keep_weights:
             self.last_weights = weights.detach()
         return output, weights if need_weights else None
+
+    def extra_repr(self) -> str:
+        names = ("scale", "window_left", "window_right")
+        given = [f"{name}={value}" for name in names if (value := getattr(self, name)) is not None]
+        if self.softcap:
+            given.append(f"softcap={self.softcap}")
+        if self.sinks is not None:
+            given.append("sinks=True")
+        return ", ".join([f"dropout={self.dropout}", *given])
+
+
+def _check_options(options: ScoreOptions) -> None:
+    unknown = options.keys() - ScoreOptions.__annotations__.keys()
+    if unknown:
+        names = ", ".join(ScoreOptions.__annotations__)
+        raise TypeError(f"expected options among {names}, got {', '.join(sorted(unknown))}")
+    for name in ("window_left", "window_right"):
+        window = options.get(name)
+        if window is not None:
+            check_int(name, window)
+            if window < 0:
+                raise ValueError(f"{name} must be at least 0, or None for no bound, got {window}")
+    for name, value in (("scale", options.get("scale")), ("softcap", options.get("softcap", 0.0))):
+        if value is not None and not math.isfinite(value):
+            raise ValueError(f"{name} must be finite, got {value}")
+    if options.get("softcap", 0.0) < 0:
+        raise ValueError(f"softcap must be at least 0 (0 = none), got {options['softcap']}")
 
 
 def check_sizes(**sizes: int | None) -> None:
@@ -58,12 +151,16 @@ def check_sizes(**sizes: int | None) -> None:
     for name, size in sizes.items():
         if size is None:
             continue
-        try:
-            operator.index(size)
-        except TypeError:
-            raise TypeError(f"{name} must be an int, got {size!r}") from None
+        check_int(name, size)
         if size < 1:
             raise ValueError(f"{name} must be greater than 0, got {size}")
+
+
+def check_int(name: str, value: int) -> None:
+    try:
+        operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {value!r}") from None
 
 
 def default_to(value: int | None, default: int) -> int:

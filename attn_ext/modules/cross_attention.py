@@ -1,6 +1,7 @@
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from ._base import AttentionModule, check_sizes, default_to
+from ._base import AttentionModule, ScoreOptions, check_sizes, default_to
 from ._masks import to_attn_mask
 
 
@@ -18,9 +19,12 @@ class CrossAttention(AttentionModule):
         value_dim: features of values and output, :math:`D_v`; ``head_dim`` if None.
         bias: whether the three projections have biases.
         dropout: probability that a weight is dropped, in training only.
+        options: ``scale``, ``window_left``, ``window_right``, ``softcap`` and ``sinks`` of
+            :class:`AttentionModule`, meant as in :func:`attn_ext.sdpa`; ``sinks=True`` learns one.
 
     Raises:
-        ValueError: a size that is not greater than 0; a ``dropout`` outside of [0, 1].
+        ValueError: a size that is not greater than 0; a ``dropout`` outside of [0, 1]; a negative window or
+            softcap.
 
     Source:
         Vaswani et al. 2017, "Attention Is All You Need", section 3.2.3, "encoder-decoder attention".
@@ -42,8 +46,9 @@ class CrossAttention(AttentionModule):
         value_dim: int | None = None,
         bias: bool = False,
         dropout: float = 0.0,
+        **options: Unpack[ScoreOptions],
     ) -> None:
-        super().__init__(dropout)
+        super().__init__(dropout, 1, **options)
         check_sizes(embed_dim=embed_dim, context_dim=context_dim, head_dim=head_dim, value_dim=value_dim)
         context_dim = default_to(context_dim, embed_dim)
         head_dim = default_to(head_dim, embed_dim)
@@ -59,6 +64,7 @@ class CrossAttention(AttentionModule):
         mask: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
         need_weights: bool = False,
+        query_offset: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
         r"""Attend from every row of ``x`` to every row of ``context``.
 
@@ -70,6 +76,7 @@ class CrossAttention(AttentionModule):
             key_padding_mask: :math:`(\dots, L_k)`, **True is ignored** as a key. Floating: added to the
                 scores.
             need_weights: also return the weights.
+            query_offset: position of the first query row among the keys, for window.
 
         Returns:
             The output :math:`(\dots, L_q, D_v)`, and the weights :math:`(\dots, L_q, L_k)` after dropout, or
@@ -83,11 +90,8 @@ class CrossAttention(AttentionModule):
         if key_padding_mask is not None:
             key_padding_mask = key_padding_mask.unsqueeze(-2)
         attn_mask = to_attn_mask(mask, key_padding_mask)
-        return self._attend(query, key, value, attn_mask, False, False, need_weights)
+        return self._attend(query, key, value, attn_mask, False, query_offset, need_weights)
 
     def project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The query, key and value that the op is given."""
         return self.query_proj(x), self.key_proj(context), self.value_proj(context)
-
-    def extra_repr(self) -> str:
-        return f"dropout={self.dropout}"

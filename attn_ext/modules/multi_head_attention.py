@@ -1,6 +1,12 @@
-from torch import Tensor, nn
+import math
+from typing import Any
 
-from ._base import AttentionModule, check_sizes, default_to
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+from ._base import AttentionModule, ScoreOptions, check_sizes, default_to
 from ._masks import to_attn_mask
 
 
@@ -24,12 +30,26 @@ class MultiHeadAttention(AttentionModule):
         bias: whether the projections have biases.
         out_proj: whether the concatenated heads are projected to ``embed_dim``. Without it the output has
             :math:`H D_v` features.
+        packed: whether the three projections are one parameter, so that self-attention takes one product for
+            all of them; None: where the three inputs have ``embed_dim`` features. Not packed, they are the
+            modules ``query_proj``, ``key_proj`` and ``value_proj``, to be shared or changed one by one.
         dropout: probability that a weight is dropped, in training only.
+        options: ``scale``, ``window_left``, ``window_right``, ``softcap`` and ``sinks`` of
+            :class:`AttentionModule`, meant as in :func:`attn_ext.sdpa`; ``sinks=True`` learns one a head.
+
+    Attributes:
+        in_proj_weight: packed, the weights of query, key and value one above the other,
+            :math:`(H D + H_{kv} D + H_{kv} D_v,\, E)`, as in :class:`torch.nn.MultiheadAttention`, whose
+            state dict fits a module with as many query as key/value heads. None if not packed.
+        in_proj_bias: their biases; None if not packed, or without any.
+
+    A state dict of either layout loads into the other.
 
     Raises:
         ValueError: a size that is not greater than 0; ``num_heads`` does not divide ``embed_dim`` and no
-            ``head_dim`` is given; ``num_kv_heads`` does not divide ``num_heads``; a ``dropout`` outside of
-            [0, 1].
+            ``head_dim`` is given; ``num_kv_heads`` does not divide ``num_heads``; ``packed=True`` with inputs
+            of other features than ``embed_dim``; a ``dropout`` outside of [0, 1]; a negative window or
+            softcap.
 
     Source:
         Vaswani et al. 2017, "Attention Is All You Need", section 3.2.2; :class:`torch.nn.MultiheadAttention`,
@@ -57,9 +77,10 @@ class MultiHeadAttention(AttentionModule):
         value_in_dim: int | None = None,
         bias: bool = True,
         out_proj: bool = True,
+        packed: bool | None = None,
         dropout: float = 0.0,
+        **options: Unpack[ScoreOptions],
     ) -> None:
-        super().__init__(dropout)
         check_sizes(
             embed_dim=embed_dim,
             num_heads=num_heads,
@@ -69,20 +90,46 @@ class MultiHeadAttention(AttentionModule):
             key_dim=key_dim,
             value_in_dim=value_in_dim,
         )
+        super().__init__(dropout, num_heads, **options)
         self.num_heads = num_heads
         self.num_kv_heads = default_to(num_kv_heads, num_heads)
         _check_heads(embed_dim, self.num_heads, self.num_kv_heads, head_dim)
+        self.enable_gqa = self.num_kv_heads != self.num_heads
         self.head_dim = default_to(head_dim, embed_dim // num_heads)
         self.value_dim = default_to(value_dim, self.head_dim)
         # False is the other layout of nn.MultiheadAttention, (L, B, E); only from_torch sets it.
         self.batch_first = True
 
-        self.query_proj = nn.Linear(embed_dim, self.num_heads * self.head_dim, bias)
-        self.key_proj = nn.Linear(default_to(key_dim, embed_dim), self.num_kv_heads * self.head_dim, bias)
-        self.value_proj = nn.Linear(
-            default_to(value_in_dim, embed_dim), self.num_kv_heads * self.value_dim, bias
-        )
+        in_dims = [embed_dim, default_to(key_dim, embed_dim), default_to(value_in_dim, embed_dim)]
+        self.out_dims = [num_heads * self.head_dim, self.num_kv_heads * self.head_dim]
+        self.out_dims.append(self.num_kv_heads * self.value_dim)
+        same = in_dims == [embed_dim] * 3
+        if packed and not same:
+            raise ValueError(
+                f"packed=True needs inputs of embed_dim features, got {in_dims} for query, key, value"
+            )
+        self._make_projections(in_dims, bias, same if packed is None else packed)
         self.out_proj = nn.Linear(num_heads * self.value_dim, embed_dim, bias) if out_proj else nn.Identity()
+
+    def _make_projections(self, in_dims: list[int], bias: bool, packed: bool) -> None:
+        if packed:
+            weight = torch.empty(sum(self.out_dims), in_dims[0])
+            self.in_proj_weight = nn.Parameter(weight)
+            self.register_parameter("in_proj_bias", nn.Parameter(weight[:, 0].clone()) if bias else None)
+            self._reset_packed()
+            return
+        self.register_parameter("in_proj_weight", None)
+        self.register_parameter("in_proj_bias", None)
+        self.query_proj, self.key_proj, self.value_proj = (
+            nn.Linear(size, out, bias) for size, out in zip(in_dims, self.out_dims, strict=True)
+        )
+
+    def _reset_packed(self) -> None:
+        """As three ``nn.Linear`` would begin: the features that go in are the same."""
+        bound = 1 / math.sqrt(self.in_proj_weight.size(1))
+        nn.init.uniform_(self.in_proj_weight, -bound, bound)
+        if self.in_proj_bias is not None:
+            nn.init.uniform_(self.in_proj_bias, -bound, bound)
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention) -> "MultiHeadAttention":
@@ -132,6 +179,7 @@ class MultiHeadAttention(AttentionModule):
         is_causal: bool = False,
         need_weights: bool = False,
         average_weights: bool = False,
+        query_offset: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
         r"""Attend from ``query`` to ``key``; self-attention if ``key`` is left out.
 
@@ -147,6 +195,7 @@ class MultiHeadAttention(AttentionModule):
             is_causal: row ``i`` sees only the keys up to ``i``.
             need_weights: also return the weights.
             average_weights: return the mean of the weights over the heads.
+            query_offset: position of the first query row among the keys, for window and causal triangle.
 
         Returns:
             The output :math:`(\dots, L_q, E)`, or :math:`(\dots, L_q, H D_v)` without an output projection,
@@ -163,28 +212,60 @@ class MultiHeadAttention(AttentionModule):
         if value is None:
             value = key
         transposed = not self.batch_first and query.dim() == 3
-        if transposed:
-            query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+        batch_shape = [query.size(1)] if transposed else list(query.shape[:-2])
 
-        attn_mask = self._attn_mask(mask, key_padding_mask, list(query.shape[:-2]))
+        attn_mask = self._attn_mask(mask, key_padding_mask, batch_shape)
         query, key, value = self.project(query, key, value)
-        grouped = self.num_kv_heads != self.num_heads
-        output, weights = self._attend(query, key, value, attn_mask, is_causal, grouped, need_weights)
-
-        output = self.out_proj(output.transpose(-3, -2).flatten(-2))
         if transposed:
-            output = output.transpose(0, 1)
+            query, key, value = query.transpose(0, 2), key.transpose(0, 2), value.transpose(0, 2)
+        output, weights = self._attend(query, key, value, attn_mask, is_causal, query_offset, need_weights)
+
+        if transposed:
+            output = output.transpose(0, 2)
+        output = self.out_proj(output.transpose(-3, -2).flatten(-2))
         if weights is not None and average_weights:
             weights = weights.mean(dim=-3)
         return output, weights
 
     def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The query, key and value that the op is given: (…, heads, length, features of a head)."""
+        if self.in_proj_weight is not None:
+            query, key, value = self._project_packed(query, key, value)
+        else:
+            query, key, value = self.query_proj(query), self.key_proj(key), self.value_proj(value)
         return (
-            self.query_proj(query).unflatten(-1, (self.num_heads, self.head_dim)).transpose(-3, -2),
-            self.key_proj(key).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(-3, -2),
-            self.value_proj(value).unflatten(-1, (self.num_kv_heads, self.value_dim)).transpose(-3, -2),
+            query.unflatten(-1, (self.num_heads, self.head_dim)).transpose(-3, -2),
+            key.unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(-3, -2),
+            value.unflatten(-1, (self.num_kv_heads, self.value_dim)).transpose(-3, -2),
         )
+
+    def _project_packed(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """One product for what is one tensor."""
+        weight, bias = self.in_proj_weight, self.in_proj_bias
+        if query is key and key is value:
+            projected = F.linear(query, weight, bias).split(self.out_dims, dim=-1)
+            return projected[0], projected[1], projected[2]
+        weights = weight.split(self.out_dims)
+        query_bias, key_bias, value_bias = _split_bias(bias, self.out_dims)
+        query = F.linear(query, weights[0], query_bias)
+        if key is value:
+            of_query = self.out_dims[0]
+            rest = F.linear(key, weight[of_query:], None if bias is None else bias[of_query:])
+            both = rest.split(self.out_dims[1:], dim=-1)
+            return query, both[0], both[1]
+        return query, F.linear(key, weights[1], key_bias), F.linear(value, weights[2], value_bias)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        """Loads either layout; `state_dict` is load_state_dict's own copy."""
+        for kind in ("weight", "bias"):
+            packed = f"{prefix}in_proj_{kind}"
+            apart = [f"{prefix}{name}_proj.{kind}" for name in ("query", "key", "value")]
+            if self.in_proj_weight is None and packed in state_dict:
+                parts = state_dict.pop(packed).split(self.out_dims)
+                state_dict.update(zip(apart, parts, strict=True))
+            elif self.in_proj_weight is not None and all(name in state_dict for name in apart):
+                state_dict[packed] = torch.cat([state_dict.pop(name) for name in apart])
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def _attn_mask(
         self, mask: Tensor | None, key_padding_mask: Tensor | None, batch_shape: list[int]
@@ -216,7 +297,7 @@ class MultiHeadAttention(AttentionModule):
             parts.append(f"value_dim={self.value_dim}")
         if not self.batch_first:
             parts.append("batch_first=False")
-        return ", ".join([*parts, f"dropout={self.dropout}"])
+        return ", ".join([*parts, super().extra_repr()])
 
 
 def _check_heads(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> None:
@@ -231,18 +312,17 @@ def _check_heads(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: in
         )
 
 
+def _split_bias(bias: Tensor | None, sizes: list[int]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    if bias is None:
+        return None, None, None
+    parts = bias.split(sizes)
+    return parts[0], parts[1], parts[2]
+
+
 def _state_from_torch(module: nn.MultiheadAttention) -> dict[str, Tensor]:
     """The state dict of a MultiHeadAttention with the weights of ``module``."""
-    if module._qkv_same_embed_dim:
-        weights = module.in_proj_weight.chunk(3)
-    else:
-        weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-    state = {
-        f"{name}_proj.weight": weight for name, weight in zip(("query", "key", "value"), weights, strict=True)
-    }
-    state["out_proj.weight"] = module.out_proj.weight
-    if module.in_proj_bias is not None:
-        query_bias, key_bias, value_bias = module.in_proj_bias.chunk(3)
-        state |= {"query_proj.bias": query_bias, "key_proj.bias": key_bias, "value_proj.bias": value_bias}
-        state["out_proj.bias"] = module.out_proj.bias
+    state = module.state_dict()
+    for name, theirs in (("query", "q"), ("key", "k"), ("value", "v")):
+        if module.in_proj_weight is None:
+            state[f"{name}_proj.weight"] = state.pop(f"{theirs}_proj_weight")
     return state

@@ -1,6 +1,7 @@
 from torch import Tensor
+from typing_extensions import Unpack
 
-from ._base import AttentionModule
+from ._base import AttentionModule, ScoreOptions, check_sizes
 from ._masks import to_attn_mask
 
 
@@ -13,9 +14,14 @@ class ScaledDotProductAttention(AttentionModule):
 
     Args:
         dropout: probability that a weight is dropped, in training only.
+        num_heads: :math:`H`; only sinks need to know.
+        options: ``scale``, ``window_left``, ``window_right``, ``softcap`` and ``sinks`` of
+            :class:`AttentionModule`, meant as in :func:`attn_ext.sdpa`; ``sinks=True`` learns one a head, and
+            needs ``num_heads``.
 
     Raises:
-        ValueError: a ``dropout`` outside of [0, 1].
+        ValueError: a ``num_heads`` that is not greater than 0, or none with ``sinks=True``; a ``dropout``
+            outside of [0, 1]; a negative window or softcap.
 
     Source:
         Vaswani et al. 2017, "Attention Is All You Need", figure 2, left.
@@ -30,11 +36,21 @@ class ScaledDotProductAttention(AttentionModule):
         (torch.Size([2, 8, 5, 64]), torch.Size([2, 8, 5, 7]), 0.0)
     """
 
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__(dropout)
+    def __init__(
+        self, dropout: float = 0.0, *, num_heads: int | None = None, **options: Unpack[ScoreOptions]
+    ) -> None:
+        check_sizes(num_heads=num_heads)
+        if num_heads is None and options.get("sinks", False):
+            raise ValueError("sinks=True needs num_heads, to learn one a head")
+        super().__init__(dropout, num_heads or 1, **options)
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        query_offset: int = 0,
     ) -> tuple[Tensor, Tensor]:
         r"""Attend from ``query`` to ``key``.
 
@@ -44,6 +60,7 @@ class ScaledDotProductAttention(AttentionModule):
             value: :math:`(\dots, H, L_k, D_v)`.
             mask: broadcasts to :math:`(\dots, H, L_q, L_k)`. Bool: **True is masked out**, the contrary of
                 the op's ``attn_mask``. Floating: added to the scores.
+            query_offset: position of the first query row among the keys, for window.
 
         Returns:
             The output :math:`(\dots, H, L_q, D_v)`, and the weights :math:`(\dots, H, L_q, L_k)` after
@@ -53,9 +70,6 @@ class ScaledDotProductAttention(AttentionModule):
             ValueError: a mask that is neither bool nor floating.
             RuntimeError: what :func:`attn_ext.sdpa` refuses.
         """
-        output, weights = self._attend(query, key, value, to_attn_mask(mask, None), False, False, True)
+        output, weights = self._attend(query, key, value, to_attn_mask(mask, None), False, query_offset, True)
         assert weights is not None
         return output, weights
-
-    def extra_repr(self) -> str:
-        return f"dropout={self.dropout}"

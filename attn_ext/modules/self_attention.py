@@ -1,6 +1,7 @@
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from ._base import AttentionModule, check_sizes, default_to
+from ._base import AttentionModule, ScoreOptions, check_sizes, default_to
 from ._masks import to_attn_mask
 
 
@@ -17,9 +18,12 @@ class SelfAttention(AttentionModule):
         value_dim: features of values and output, :math:`D_v`; ``head_dim`` if None.
         bias: whether the three projections have biases.
         dropout: probability that a weight is dropped, in training only.
+        options: ``scale``, ``window_left``, ``window_right``, ``softcap`` and ``sinks`` of
+            :class:`AttentionModule`, meant as in :func:`attn_ext.sdpa`; ``sinks=True`` learns one.
 
     Raises:
-        ValueError: a size that is not greater than 0; a ``dropout`` outside of [0, 1].
+        ValueError: a size that is not greater than 0; a ``dropout`` outside of [0, 1]; a negative window or
+            softcap.
 
     Source:
         Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1.
@@ -40,8 +44,9 @@ class SelfAttention(AttentionModule):
         value_dim: int | None = None,
         bias: bool = False,
         dropout: float = 0.0,
+        **options: Unpack[ScoreOptions],
     ) -> None:
-        super().__init__(dropout)
+        super().__init__(dropout, 1, **options)
         check_sizes(embed_dim=embed_dim, head_dim=head_dim, value_dim=value_dim)
         head_dim = default_to(head_dim, embed_dim)
         value_dim = default_to(value_dim, head_dim)
@@ -56,6 +61,7 @@ class SelfAttention(AttentionModule):
         key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
         need_weights: bool = False,
+        query_offset: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
         r"""Attend from every row of ``x`` to every row of it.
 
@@ -66,6 +72,7 @@ class SelfAttention(AttentionModule):
             key_padding_mask: :math:`(\dots, L)`, **True is ignored** as a key. Floating: added to the scores.
             is_causal: row ``i`` sees only the rows up to ``i``.
             need_weights: also return the weights.
+            query_offset: position of the first query row among the keys, for window and causal triangle.
 
         Returns:
             The output :math:`(\dots, L, D_v)`, and the weights :math:`(\dots, L, L)` after dropout, or None.
@@ -78,11 +85,8 @@ class SelfAttention(AttentionModule):
         if key_padding_mask is not None:
             key_padding_mask = key_padding_mask.unsqueeze(-2)
         attn_mask = to_attn_mask(mask, key_padding_mask)
-        return self._attend(query, key, value, attn_mask, is_causal, False, need_weights)
+        return self._attend(query, key, value, attn_mask, is_causal, query_offset, need_weights)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The query, key and value that the op is given."""
         return self.query_proj(x), self.key_proj(x), self.value_proj(x)
-
-    def extra_repr(self) -> str:
-        return f"dropout={self.dropout}"
