@@ -110,7 +110,7 @@ class TestASentenceStepByStep:
 
     def test_three_heads_with_their_own_projections(self, embedded):
         attention = attn_ext.MultiHeadAttention(
-            16, 3, head_dim=24, value_dim=28, bias=False, out_proj=False
+            16, 3, head_dim=24, value_dim=28, bias=False, out_proj=False, packed=False
         ).to(embedded.device)
         output, _ = attention(embedded)
         context = output.unflatten(-1, (3, 28))  # a context (3, 28) a word
@@ -157,7 +157,7 @@ class TestModulesWithMaskAndDropout:
 
     def test_multi_head_attention_without_biases(self, device):
         attention = attn_ext.MultiHeadAttention(512, 8, bias=False).to(device)
-        assert [tuple(p.shape) for p in attention.parameters()] == [(512, 512)] * 4
+        assert [tuple(p.shape) for p in attention.parameters()] == [(3 * 512, 512), (512, 512)]
         x = torch.randn(2, 32, 512, device=device)
         output, nothing = attention(x)
         assert output.shape == (2, 32, 512)
@@ -200,7 +200,7 @@ class TestWorkedNumbersBiasesAndConcatenatedHeads:
         assert_close((output, weights), plain(*projected))
 
     def test_two_heads_concatenated_without_output_projection(self, device):
-        attention = attn_ext.MultiHeadAttention(4, 2, head_dim=4, out_proj=False).to(device)
+        attention = attn_ext.MultiHeadAttention(4, 2, head_dim=4, out_proj=False, packed=False).to(device)
         x = torch.randn(3, 4, device=device)
         output, _ = attention(x)
         assert output.shape == (3, 8)
@@ -213,10 +213,12 @@ class TestWorkedNumbersBiasesAndConcatenatedHeads:
     def test_multi_head_attention_with_biases_and_output_projection(self, device):
         attention = attn_ext.MultiHeadAttention(512, 8).to(device)
         shapes = {name: tuple(parameter.shape) for name, parameter in attention.named_parameters()}
-        expected = {}
-        for name in ("query_proj", "key_proj", "value_proj", "out_proj"):
-            expected |= {f"{name}.weight": (512, 512), f"{name}.bias": (512,)}
-        assert shapes == expected
+        assert shapes == {
+            "in_proj_weight": (3 * 512, 512),
+            "in_proj_bias": (3 * 512,),
+            "out_proj.weight": (512, 512),
+            "out_proj.bias": (512,),
+        }
         theirs = nn.MultiheadAttention(512, 8, batch_first=True).to(device)
         x = torch.randn(2, 6, 512, device=device)
         ours = attn_ext.MultiHeadAttention.from_torch(theirs)

@@ -243,7 +243,7 @@ class MultiHeadAttention(AttentionModule):
         """One product for what is one tensor."""
         weight, bias = self.in_proj_weight, self.in_proj_bias
         if query is key and key is value:
-            projected = F.linear(query, weight, bias).split(self.out_dims, dim=-1)
+            projected = F.linear(query, weight, bias).split_with_sizes(self.out_dims, dim=-1)
             return projected[0], projected[1], projected[2]
         weights = weight.split(self.out_dims)
         query_bias, key_bias, value_bias = _split_bias(bias, self.out_dims)
@@ -251,7 +251,7 @@ class MultiHeadAttention(AttentionModule):
         if key is value:
             of_query = self.out_dims[0]
             rest = F.linear(key, weight[of_query:], None if bias is None else bias[of_query:])
-            both = rest.split(self.out_dims[1:], dim=-1)
+            both = rest.split_with_sizes(self.out_dims[1:], dim=-1)
             return query, both[0], both[1]
         return query, F.linear(key, weights[1], key_bias), F.linear(value, weights[2], value_bias)
 
