@@ -39,7 +39,7 @@ def refusal(model_class: type) -> str | None:
     if code is None:
         return f"the source of {name}, module {model_class.__module__!r}, cannot be read"
     if CALL not in code:
-        if re.search(r"^class \w*Attention\w*\(", code, re.MULTILINE):
+        if re.search(r"^class \w*Attention\w*\(nn\.Module\b", code, re.MULTILINE):
             return f"{name} computes attention in code of its own, not through AttentionInterface"
         return None  # no attention at all, or that of other models, which are asked themselves
     if TABLE.search(code):

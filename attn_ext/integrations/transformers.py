@@ -67,6 +67,18 @@ def register() -> None:
     _check_when_built(library.modeling_utils.PreTrainedModel)
 
 
+def _weights_are_collected() -> bool:
+    """Whether a model that was asked for its weights collects them, though the flag has not come this far.
+
+    GPT-2 and others drop ``output_attentions`` on the way: under eager all weights there are pass by anyway.
+    """
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(capturing, "_active_collector", None)
+    if collector is None or torch.compiler.is_compiling():
+        return False
+    return any("attentions" in key for key in collector.get() or ())
+
+
 def attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -94,7 +106,7 @@ def attention_forward(
         aligned top-left, also over the keys of a static cache that are not filled yet.
 
     Returns:
-        The output (B, Lq, Hq, Dv), and the weights (B, Hq, Lq, Lk) if ``output_attentions``, else None.
+        The output (B, Lq, Hq, Dv), and the weights (B, Hq, Lq, Lk) if they were asked for, else None.
 
     Raises:
         NotImplementedError: a paged cache, sparse ``indices``, or a tensor whose meaning is not known.
@@ -107,7 +119,7 @@ def attention_forward(
     mask = _joined(attention_mask, position_bias)
     grouped = query.shape[1] != key.shape[1]
     rest = (None, None, 0, softcap or 0.0, sinks)
-    if output_attentions:
+    if output_attentions or _weights_are_collected():
         output, weights = sdpa_with_weights(query, key, value, mask, dropout, causal, scaling, grouped, *rest)
         return output.transpose(1, 2), weights
     return sdpa(query, key, value, mask, dropout, causal, scaling, grouped, *rest).transpose(1, 2), None
