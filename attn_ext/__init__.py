@@ -5,6 +5,7 @@ from . import _library as _library
 from ._build_info import version as __version__
 from ._explain import Explanation, available_cpu_capabilities, cpu_capability, explain
 from .functional import sdpa, sdpa_with_key_mass, sdpa_with_lse, sdpa_with_weights
+from .integrations.convert import convert
 from .integrations.override import override_sdpa
 from .modules import CrossAttention, MultiHeadAttention, ScaledDotProductAttention, SelfAttention
 
@@ -23,6 +24,7 @@ __all__ = [
     "__version__",
     "available_cpu_capabilities",
     "cmake_prefix_path",
+    "convert",
     "cpu_capability",
     "explain",
     "override_sdpa",

@@ -25,6 +25,7 @@ MODULES = [
 WITH_EXAMPLES = {
     "attn_ext.functional",
     "attn_ext._explain",
+    "attn_ext.integrations.convert",
     "attn_ext.integrations.override",
     "attn_ext.modules.cross_attention",
     "attn_ext.modules.multi_head_attention",

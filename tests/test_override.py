@@ -588,6 +588,10 @@ class TestCompiling:
 
 @pytest.fixture(scope="session")
 def torchvision():
+    yield from torchvision_module()
+
+
+def torchvision_module():
     """Beside a torch without CUDA its wheel's library does not load: what importing it asks of that."""
     library = torch.library.Library("torchvision", "FRAGMENT")
     try:

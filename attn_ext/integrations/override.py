@@ -280,7 +280,7 @@ def _why_not(
         return "is_causal together with attn_mask"
     tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     for tensor in tensors:
-        if type(tensor) not in _PLAIN_TYPES and not _is_tracers(tensor):
+        if not is_plain(tensor):
             return f"a tensor of class {type(tensor).__name__}"
     if has_torch_function(tensors) and not (is_compiling() or _only_default_device()):
         return "an active TorchFunctionMode"
@@ -293,9 +293,9 @@ def _why_not(
     return None
 
 
-def _is_tracers(tensor: object) -> bool:
-    """Fake and functional tensors, which stand for plain ones while a graph is made."""
-    return type(tensor).__module__.startswith("torch._subclasses.")
+def is_plain(tensor: object) -> bool:
+    """Whether it is a plain tensor, or a fake or functional one that stands for it while a graph is made."""
+    return type(tensor) in _PLAIN_TYPES or type(tensor).__module__.startswith("torch._subclasses.")
 
 
 def _only_default_device() -> bool:

@@ -2,12 +2,12 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ._base import AttentionModule, ScoreOptions, check_sizes, default_to
 from ._masks import to_attn_mask
+from ._projection import project_packed, split_heads
 
 
 class MultiHeadAttention(AttentionModule):
@@ -230,30 +230,16 @@ class MultiHeadAttention(AttentionModule):
     def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The query, key and value that the op is given: (…, heads, length, features of a head)."""
         if self.in_proj_weight is not None:
-            query, key, value = self._project_packed(query, key, value)
+            query, key, value = project_packed(
+                query, key, value, self.in_proj_weight, self.in_proj_bias, self.out_dims
+            )
         else:
             query, key, value = self.query_proj(query), self.key_proj(key), self.value_proj(value)
         return (
-            query.unflatten(-1, (self.num_heads, self.head_dim)).transpose(-3, -2),
-            key.unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(-3, -2),
-            value.unflatten(-1, (self.num_kv_heads, self.value_dim)).transpose(-3, -2),
+            split_heads(query, self.num_heads, self.head_dim),
+            split_heads(key, self.num_kv_heads, self.head_dim),
+            split_heads(value, self.num_kv_heads, self.value_dim),
         )
-
-    def _project_packed(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """One product for what is one tensor."""
-        weight, bias = self.in_proj_weight, self.in_proj_bias
-        if query is key and key is value:
-            projected = F.linear(query, weight, bias).split_with_sizes(self.out_dims, dim=-1)
-            return projected[0], projected[1], projected[2]
-        weights = weight.split(self.out_dims)
-        query_bias, key_bias, value_bias = _split_bias(bias, self.out_dims)
-        query = F.linear(query, weights[0], query_bias)
-        if key is value:
-            of_query = self.out_dims[0]
-            rest = F.linear(key, weight[of_query:], None if bias is None else bias[of_query:])
-            both = rest.split_with_sizes(self.out_dims[1:], dim=-1)
-            return query, both[0], both[1]
-        return query, F.linear(key, weights[1], key_bias), F.linear(value, weights[2], value_bias)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         """Loads either layout; `state_dict` is load_state_dict's own copy."""
@@ -310,13 +296,6 @@ def _check_heads(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: in
             f"num_heads must divide embed_dim, got embed_dim={embed_dim}, num_heads={num_heads}: "
             "pass head_dim to have heads of another size"
         )
-
-
-def _split_bias(bias: Tensor | None, sizes: list[int]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    if bias is None:
-        return None, None, None
-    parts = bias.split(sizes)
-    return parts[0], parts[1], parts[2]
 
 
 def _state_from_torch(module: nn.MultiheadAttention) -> dict[str, Tensor]:
