@@ -9,7 +9,10 @@ cd "$root"
 "$venv/bin/python" scripts/site/notebook.py build/tutorial.ipynb
 export NO_MKDOCS_2_WARNING=1 # of Material about MkDocs 2; the versions are fixed in pyproject.toml
 "$venv/bin/mkdocs" build --strict --quiet
-if grep -rlE '(src|href)="(https?:)?//[^"]*\.(js|css|woff2?)"' --include='*.html' build/site; then
-  stop "a page of the site asks the network for a script, a style or a font."
+if grep -rlE '<(script|img|iframe)[^>]* src="?(https?:)?//|<link[^>]* href="?(https?:)?//' --include='*.html' build/site; then
+  stop "a page of the site asks the network for what it shows."
+fi
+if grep -rlE 'class="arithmatex"|:(math|func|class|meth):`' --include='*.html' build/site; then
+  stop "a page of the site shows the source of a formula or of a link."
 fi
 echo "The site is build/site/index.html"

@@ -25,6 +25,7 @@ def as_markdown(docstring: str, path: str) -> str:
     """The docstring of the object at ``path`` in Markdown; its sections stay what they are."""
     text = re.sub(r"^Example:$", "Examples:", docstring, flags=re.MULTILINE)
     text = SECTION.sub(lambda found: f"**{found[1]}:**\n\n{textwrap.dedent(found[2])}", text)
+    text = re.sub(r"::$", ":", text, flags=re.MULTILINE)  # before a literal block
     text = MATH_BLOCK.sub(lambda found: _block(found[1], found[2]), text)
     text = MATH.sub(lambda found: f"${' '.join(found[1].split())}$", text)
     return ROLE.sub(lambda found: _link(found[2], bool(found[1]), path), text)

@@ -13,6 +13,8 @@ from notebook import as_page
 ROOT = Path(__file__).resolve().parents[2]
 #: Documents of the root and the pages that they are.
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+#: What Material's offline plugin would load where the site is opened from files.
+SHIM = "https://unpkg.com/iframe-worker/shim"
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 LINK = re.compile(r"(?<!!)\[([^]\n]+)\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)")
 ENTITIES = {"&lt;": "<", "&gt;": ">", "&amp;": "&"}
@@ -66,8 +68,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Formulas as MathML, which browsers draw by themselves."""
+    """Formulas as MathML, which browsers draw by themselves; and the search without the network."""
+    output = output.replace(SHIM, "../" * page.url.count("/") + "assets/search-from-files.js")
     return FORMULA.sub(lambda found: as_mathml(found[3], found[2] == "["), output)
+
+
+def on_post_template(output: str, template_name: str, config: MkDocsConfig) -> str:
+    """The page for what is not found, which only a server shows."""
+    return output.replace(f'<script src="{SHIM}"></script>', "")
 
 
 def as_mathml(formula: str, block: bool) -> str:
