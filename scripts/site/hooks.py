@@ -67,10 +67,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return LINK.sub(link, markdown)
 
 
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Formulas as MathML, which browsers draw by themselves."""
+    return FORMULA.sub(lambda found: as_mathml(found[3], found[2] == "["), html)
+
+
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Formulas as MathML, which browsers draw by themselves; and the search without the network."""
-    output = output.replace(SHIM, "../" * page.url.count("/") + "assets/search-from-files.js")
-    return FORMULA.sub(lambda found: as_mathml(found[3], found[2] == "["), output)
+    """The search without the network."""
+    return output.replace(SHIM, "../" * page.url.count("/") + "assets/search-from-files.js")
 
 
 def on_post_template(output: str, template_name: str, config: MkDocsConfig) -> str:
