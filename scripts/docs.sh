@@ -8,7 +8,7 @@ install_attn_ext docs
 cd "$root"
 "$venv/bin/python" scripts/site/notebook.py build/tutorial.ipynb
 export NO_MKDOCS_2_WARNING=1 # of Material about MkDocs 2; the versions are fixed in pyproject.toml
-"$venv/bin/mkdocs" build --strict --quiet
+"$venv/bin/mkdocs" build --strict # --quiet would hide the warnings from --strict too
 if grep -rlE '<(script|img|iframe)[^>]* src="?(https?:)?//|<link[^>]* href="?(https?:)?//' --include='*.html' build/site; then
   stop "a page of the site asks the network for what it shows."
 fi

@@ -25,9 +25,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name in ("CONTRIBUTING.md", "CHANGELOG.md"):
         text = (ROOT / name).read_text(encoding="utf-8")
         files.append(File.generated(config, PAGES[name], content=from_root(text)))
-    executed = ROOT / "build" / "tutorial.ipynb"
-    notebook = executed if executed.exists() else ROOT / "docs" / "tutorial.ipynb"
-    markdown, pictures = as_page(notebook)
+    notebooks = [
+        ROOT / "docs" / "tutorial.ipynb",
+        ROOT / "build" / "tutorial.ipynb",
+    ]  # as committed, as executed
+    latest = max(filter(Path.exists, notebooks), key=lambda path: path.stat().st_mtime)
+    markdown, pictures = as_page(latest)
+    markdown += "\nThis page as a notebook: [tutorial.ipynb](tutorial.ipynb).\n"
     files.append(File.generated(config, "tutorial.md", content=markdown))
     for name, picture in pictures.items():
         files.append(File.generated(config, name, content=picture))
@@ -57,6 +61,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             if outside not in PAGES:
                 return text
             target = up + PAGES[outside]
+        elif target.endswith("tutorial.ipynb") and page.file.src_uri != "tutorial.md":
+            target = target.removesuffix("ipynb") + "md"
         document = files.get_file_from_path(
             posixpath.normpath(posixpath.join(posixpath.dirname(page.file.src_uri), target))
         )
