@@ -8,6 +8,7 @@ from .functional import sdpa, sdpa_with_key_mass, sdpa_with_lse, sdpa_with_weigh
 from .integrations.convert import convert
 from .integrations.override import override_sdpa
 from .modules import CrossAttention, MultiHeadAttention, ScaledDotProductAttention, SelfAttention
+from .recording import record
 
 #: For CMake's CMAKE_PREFIX_PATH, as `torch.utils.cmake_prefix_path` is: find_package(attn_ext) looks there.
 cmake_prefix_path: str = _library.CMAKE_PREFIX_PATH
@@ -28,6 +29,7 @@ __all__ = [
     "cpu_capability",
     "explain",
     "override_sdpa",
+    "record",
     "reference",
     "sdpa",
     "sdpa_with_key_mass",

@@ -1,0 +1,92 @@
+"""Names of attentions inside of TorchScript, where no Python hook runs.
+
+The graph of a scripted module says in which order its modules attend. Where that order does not depend on
+data, the calls seen while it runs are named by it, one after the other; else they have the name of the
+scripted module.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import functional
+
+Path = str
+
+
+class ScriptedNames:
+    """Names the calls of the scripted modules in a model."""
+
+    def __init__(self, model: nn.Module, paths: dict[nn.Module, Path]) -> None:
+        self.is_model = isinstance(model, torch.jit.ScriptModule)
+        self._sequences: dict[Path, list[Path]] = {}
+        self._counts: dict[Path, int] = {}
+        for module, path in paths.items():
+            if isinstance(module, torch.jit.ScriptModule):
+                self._sequences[path] = sequence_of(module, path)
+
+    def begin(self, path: Path) -> None:
+        self._counts[path] = 0
+
+    def next_call(self, path: Path) -> Path:
+        """The name of a call that was made while the module at ``path`` ran."""
+        sequence = self._sequences.get(path)
+        if not sequence:
+            return path
+        number = self._counts.get(path, 0)
+        self._counts[path] = number + 1
+        return sequence[number % len(sequence)]
+
+
+def sequence_of(module: Any, path: Path) -> list[Path]:
+    """The paths of the attentions that a scripted module calls, in order; [] if data decide."""
+    try:
+        return _of_block(module, module.graph, path)
+    except (_DependsOnData, RuntimeError, AttributeError):
+        return []
+
+
+class _DependsOnData(Exception):
+    """The order of the calls is not known before they are made."""
+
+
+def _of_block(module: Any, block: Any, path: Path) -> list[Path]:
+    found: list[Path] = []
+    for node in block.nodes():
+        found += _of_node(module, node, path)
+    return found
+
+
+def _of_node(module: Any, node: Any, path: Path) -> list[Path]:
+    kind = node.kind()
+    if kind.startswith("attn_ext::sdpa") or kind == "aten::scaled_dot_product_attention":
+        return [path]
+    if kind == "prim::CallFunction" and next(iter(node.inputs())).node().s("name") in functional.__all__:
+        return [path]
+    if kind == "prim::CallMethod":
+        return _of_method(module, node, path)
+    branches = [_of_block(module, block, path) for block in node.blocks()]
+    if kind == "prim::If":
+        # A branch that raises attends to nothing.
+        ways = {tuple(branch) for branch in branches if branch}
+        if len(ways) > 1:
+            raise _DependsOnData
+        return list(next(iter(ways), ()))
+    if kind == "prim::Loop" and any(branches) and len(set(branches[0])) > 1:
+        raise _DependsOnData
+    return [name for branch in branches for name in branch]
+
+
+def _of_method(module: Any, node: Any, path: Path) -> list[Path]:
+    """The calls of a method of the module itself or of one inside it."""
+    names: list[str] = []
+    value = next(iter(node.inputs())).node()
+    while value.kind() == "prim::GetAttr":
+        names.insert(0, value.s("name"))
+        value = next(iter(value.inputs())).node()
+    called = module
+    for name in names:
+        called = getattr(called, name)
+    method = getattr(called, node.s("name"))
+    return _of_block(called, method.graph, ".".join([*filter(None, [path]), *names]))
