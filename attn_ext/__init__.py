@@ -1,6 +1,6 @@
 """Masked scaled dot-product attention for PyTorch, as a C++ operator with every derivative."""
 
-from . import _flops, _vmap, reference
+from . import _flops, _vmap, plot, recording, reference
 from . import _library as _library
 from ._build_info import version as __version__
 from ._explain import Explanation, available_cpu_capabilities, cpu_capability, explain
@@ -29,7 +29,9 @@ __all__ = [
     "cpu_capability",
     "explain",
     "override_sdpa",
+    "plot",
     "record",
+    "recording",
     "reference",
     "sdpa",
     "sdpa_with_key_mass",

@@ -1,6 +1,5 @@
 """`attn-ext demo` and `attn-ext info`: what they print, what they draw, and what they refuse in one line."""
 
-import itertools
 import re
 import shlex
 import subprocess
@@ -10,7 +9,8 @@ import pytest
 import torch
 
 import attn_ext
-from attn_ext import heatmap
+from attn_ext import plot
+from attn_ext._text import columns
 from attn_ext.cli import main
 from attn_ext.commands import demo
 
@@ -102,6 +102,38 @@ class TestDemo:
         assert main(["demo", "--out", f"heat.{kind}"]) == 0
         assert (tmp_path / f"heat.{kind}").stat().st_size > 1000
 
+    def test_without_matplotlib_the_table_is_printed(self, capsys, tmp_path, monkeypatch):
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+        assert main(["demo"]) == 0
+        printed = capsys.readouterr().out
+        assert re.search(r"^quick +\w+ +\d+%", printed, re.MULTILINE)
+        assert printed.endswith(
+            "picture   none: the picture takes matplotlib; to have it: pip install 'attn_ext[plot]'\n"
+        )
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.parametrize("width", [20, 40, 60, 80, 200])
+    @pytest.mark.parametrize(
+        "text",
+        [demo.TEXT, "注意機構は長い文章でも動く " * 3, "antidisestablishmentarianism " * 5 + "👩‍👩‍👧‍👦 é"],
+    )
+    def test_rows_of_the_table_fit_into_the_terminal(self, capsys, monkeypatch, width, text):
+        monkeypatch.setenv("COLUMNS", str(width))
+        words = demo.numbered(text.split())
+        demo.print_table(torch.rand(2, len(words), len(words)).softmax(-1), words, words)
+        rows = capsys.readouterr().out.splitlines()
+        assert len(rows) == len(words) + 1
+        assert max(map(columns, rows)) <= width
+        assert len({columns(row) for row in rows[1:]}) == 1
+
+    def test_a_missing_font_is_named_in_a_line(self, capsys, monkeypatch):
+        monkeypatch.setattr(plot._style, "missing_glyphs", lambda texts: ["注"])
+        assert main(["demo", "--text", "注意"]) == 0
+        line = capsys.readouterr().out.splitlines()[-1]
+        assert line.strip().startswith(
+            "no installed font has 注: they are drawn as boxes; a font such as Noto Sans CJK"
+        )
+
     def test_markup_in_a_text_is_drawn_as_it_is(self):
         assert main(["demo", "--text", r"$x^2$ costs \frac $5 & <b>more</b> 注意 _"]) == 0
 
@@ -150,53 +182,20 @@ class TestRefusals:
         def full(*_):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(heatmap, "save_heatmap", full)
+        monkeypatch.setattr(plot, "save", full)
         assert exit_code(["demo"]) == 2
         assert capsys.readouterr().err == "attn-ext: cannot write attention.png: No space left on device\n"
 
     def test_matplotlib_missing(self, capsys, monkeypatch):
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-        assert exit_code(["demo"]) == 2
-        assert capsys.readouterr().err == "attn-ext: the picture needs matplotlib: pip install matplotlib\n"
+        assert exit_code(["demo", "--out", "a.png"]) == 2
+        message = "the picture takes matplotlib; to have it: pip install 'attn_ext[plot]'"
+        assert capsys.readouterr().err == f"attn-ext: {message}\n"
 
     @pytest.mark.parametrize("arguments", [[], ["dance"], ["info", "--what"]])
     def test_bad_command(self, capsys, arguments):
         assert exit_code(arguments) == 2
         assert capsys.readouterr().err.count("\n") == 1
-
-
-class TestHeatmap:
-    @pytest.mark.parametrize("heads", [1, 2, 3, 4, 5, 8, 12, 64])
-    def test_one_panel_a_head_and_one_color_bar(self, heads):
-        weights = torch.rand(heads, 3, 4).softmax(-1)
-        figure = heatmap.draw_heatmap(weights, list("abc"), list("wxyz"), "title")
-        panels = [axes for axes in figure.axes if axes.images]
-        assert len(panels) == heads
-        assert len([axes for axes in figure.axes if axes.axison]) == heads + 1
-        assert {image.norm.vmin for axes in panels for image in axes.images} == {0.0}
-        assert len({image.norm.vmax for axes in panels for image in axes.images}) == 1
-
-    def test_words_label_both_sides(self):
-        figure = heatmap.draw_heatmap(torch.rand(1, 2, 3), ["a", "b"], ["x", "y", "z"], "title")
-        panel = figure.axes[0]
-        assert [label.get_text() for label in panel.get_yticklabels()] == ["a", "b"]
-        assert [label.get_text() for label in panel.get_xticklabels()] == ["x", "y", "z"]
-
-    def test_a_long_text_names_only_as_many_words_as_fit(self):
-        words = [f"word{i}" for i in range(400)]
-        panel = heatmap.draw_heatmap(torch.rand(1, 400, 400), words, words, "title").axes[0]
-        labels = [label.get_text() for label in panel.get_xticklabels()]
-        assert 10 < len(labels) <= 40
-        assert labels[:2] == ["word0", f"word{400 // len(labels)}"]
-
-    def test_long_words_are_cut(self):
-        panel = heatmap.draw_heatmap(torch.rand(1, 1, 1), ["x" * 50], ["y"], "title").axes[0]
-        assert panel.get_yticklabels()[0].get_text() == "x" * 13 + "…"
-
-    def test_colors_darken_evenly(self):
-        lightness = [_lightness(color) for color in heatmap.COLORS]
-        steps = [before - after for before, after in itertools.pairwise(lightness)]
-        assert max(steps) - min(steps) < 1.0
 
 
 class TestInfo:
@@ -236,11 +235,3 @@ def exit_code(arguments: list[str]) -> int:
         return main(arguments)
     except SystemExit as leaving:
         return leaving.code
-
-
-def _lightness(color: str) -> float:
-    """CIELAB lightness of an sRGB color."""
-    channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
-    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
-    return 116 * luminance ** (1 / 3) - 16 if luminance > 0.008856 else 903.3 * luminance

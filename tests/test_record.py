@@ -654,7 +654,7 @@ class TestFile:
         )
         with (
             pytest.raises(
-                OSError, match=r"cannot write .*seen.npz: No space left on device; nothing is left there"
+                OSError, match=r"cannot write .*seen.npz: No space left on device; nothing is left of it"
             ),
             attn_ext.record(model, to=tmp_path / "seen.npz"),
         ):
@@ -741,5 +741,7 @@ class TestTable:
         with attn_ext.record(model) as seen:
             model(x)
         monkeypatch.setitem(sys.modules, "pandas", None)
-        with pytest.raises(ImportError, match="a DataFrame needs pandas: pip install pandas"):
+        with pytest.raises(
+            ImportError, match=r"a DataFrame takes pandas; to have it: pip install 'attn_ext\[record\]'"
+        ):
             seen.to_dataframe()

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 import attn_ext
-from attn_ext import heatmap
+from attn_ext import plot
 from attn_ext.benchmark import cells, chart, checks, machine, peers, report, timing
 
 from . import CommandError
@@ -150,7 +150,7 @@ def check_files(arguments: argparse.Namespace) -> None:
         raise CommandError(f"cannot write {arguments.json}: it is a folder")
     if arguments.plot:
         try:
-            heatmap.check_picture(arguments.plot)
+            plot.check_picture(arguments.plot)
         except (ImportError, OSError, ValueError) as error:
             raise CommandError(str(error)) from error
 

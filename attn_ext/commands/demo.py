@@ -2,7 +2,8 @@
 
 import argparse
 import re
-import unicodedata
+import shutil
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import attn_ext
-from attn_ext import heatmap, reference
+from attn_ext import plot, reference
+from attn_ext._text import columns, cut
 
 from . import CommandError
 
@@ -29,6 +31,8 @@ EMBED_DIM, HEAD_DIM = 64, 16
 MAX_HEADS = 64
 MAX_WORDS = 512  # weights and picture grow with the square
 TABLE_ROWS, TABLE_COLUMNS = 24, 3
+CELL_COLUMNS = 8  # the least that a table of several columns gives to a word
+PICTURE = Path("attention.png")
 SEED = 0
 
 T = TypeVar("T")
@@ -51,7 +55,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--out",
         type=Path,
-        default=Path("attention.png"),
         metavar="PICTURE",
         help="where the heat map goes: png, pdf, svg, ... (default: attention.png)",
     )
@@ -72,8 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
     print_table(attention.weights, numbered(words), numbered(context))
     print(f"\naccuracy  {attention.accuracy}")
     print(f"path      {attention.path}")
-    draw(arguments.out, attention, words, context)
-    print(f"picture   {arguments.out}")
+    print(f"picture   {draw(arguments.out, attention, words, context)}")
 
 
 def given(option: T | None, default: T) -> T:
@@ -92,8 +94,11 @@ def check_options(arguments: argparse.Namespace) -> None:
     if arguments.heads is not None and not 1 <= arguments.heads <= MAX_HEADS:
         raise CommandError(f"--heads must be between 1 and {MAX_HEADS}, got {arguments.heads}")
     try:
-        heatmap.check_picture(arguments.out)
-    except (ImportError, OSError, ValueError) as error:
+        plot.check_picture(given(arguments.out, PICTURE))
+    except ImportError as error:
+        if arguments.out is not None:  # the table needs no picture, but one was asked for
+            raise CommandError(str(error)) from error
+    except (OSError, ValueError) as error:
         raise CommandError(str(error)) from error
 
 
@@ -193,26 +198,57 @@ def distance(actual: Tensor, expected: Tensor) -> float:
 
 
 def print_table(weights: Tensor, words: Sequence[str], context: Sequence[str]) -> None:
-    """Each word with the words that it attends to most, by the mean of the heads."""
-    mean = weights.mean(0)
-    shares, places = mean.topk(min(TABLE_COLUMNS, len(context)))
-    left = max(4, *(display_width(word) for word in words[:TABLE_ROWS]))
-    right = max(display_width(context[place]) for place in places[:TABLE_ROWS].flatten().tolist())
-    print(f"{padded('word', left)}   attends to most" + (" (mean of the heads)" if len(weights) > 1 else ""))
+    """Each word with the words that it attends to most, by the mean of the heads, in the terminal's width."""
+    shares, places = weights.mean(0)[:TABLE_ROWS].topk(min(TABLE_COLUMNS, len(context)))
+    width = shutil.get_terminal_size().columns
+    left, right, across = table_widths(
+        max(4, *(columns(word) for word in words[:TABLE_ROWS])),
+        max(columns(context[place]) for place in places.flatten().tolist()),
+        places.shape[1],
+        width,
+    )
+    header = f"{padded('word', left)}   attends to most" + (
+        " (mean of the heads)" if len(weights) > 1 else ""
+    )
+    print(cut(header, width))
     for i, word in enumerate(words[:TABLE_ROWS]):
-        row = zip(places[i].tolist(), shares[i].tolist(), strict=True)
+        row = list(zip(places[i].tolist(), shares[i].tolist(), strict=True))[:across]
         cells = [f"{padded(context[place], right)} {share:4.0%}" for place, share in row]
         print(f"{padded(word, left)}   {'   '.join(cells)}")
     if len(words) > TABLE_ROWS:
         print(f"... and {len(words) - TABLE_ROWS} words more")
 
 
-def draw(path: Path, attention: Attention, words: list[str], context: list[str]) -> None:
+def table_widths(left: int, right: int, across: int, width: int) -> tuple[int, int, int]:
+    """Columns for the word and for those that it attends to, and how many of these: what fits into ``width``.
+
+    Words are cut before one of the attended is left out, but to no less than CELL_COLUMNS.
+    """
+    while True:
+        numbers = 8 * across  # a space and the percentage, and what sets a cell apart
+        least = min(left, CELL_COLUMNS) + across * min(right, CELL_COLUMNS)
+        if across == 1 or least + numbers <= width:
+            break
+        across -= 1
+    left = min(left, max(1, (width - numbers) // (across + 1)), max(CELL_COLUMNS, width // 3))
+    return left, min(right, max(1, (width - numbers - left) // across)), across
+
+
+def draw(path: Path | None, attention: Attention, words: list[str], context: list[str]) -> str:
+    """Write the picture, and say where it is, or how to get it."""
     title = attention.description[0].upper() + attention.description[1:]
+    path = given(path, PICTURE)
     try:
-        heatmap.save_heatmap(path, attention.weights, words, context, title)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            plot.save(plot.heads(attention.weights, context, row_tokens=words, title=title), path)
+    except ImportError as error:
+        return f"none: {error}"
     except OSError as error:
         raise CommandError(f"cannot write {path}: {error.strerror}") from error
+    return "\n          ".join(
+        [str(path), *(str(w.message) for w in caught if "no installed font" in str(w.message))]
+    )
 
 
 def counted(words: Sequence[str]) -> str:
@@ -229,11 +265,7 @@ def numbered(words: Sequence[str]) -> list[str]:
     return result
 
 
-def display_width(word: str) -> int:
-    """Columns that a terminal gives to the word: wide characters take two, combining ones none."""
-    wide = sum(unicodedata.east_asian_width(character) in "WF" for character in word)
-    return len(word) + wide - sum(unicodedata.combining(character) != 0 for character in word)
-
-
 def padded(word: str, width: int) -> str:
-    return word + " " * (width - display_width(word))
+    """The word in ``width`` columns of a terminal; cut if it takes more."""
+    word = cut(word, width)
+    return word + " " * (width - columns(word))

@@ -25,7 +25,7 @@ def to_dataframe(seen: Recording, what: str, at_least: float | None) -> "DataFra
     try:
         import pandas
     except ImportError:
-        raise ImportError("a DataFrame needs pandas: pip install pandas") from None
+        raise ImportError("a DataFrame takes pandas; to have it: pip install 'attn_ext[record]'") from None
     tables = []
     for path in seen.layers:
         for number, tensor in enumerate(seen[path, what]):

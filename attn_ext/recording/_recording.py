@@ -38,8 +38,8 @@ class Recording:
     """What :func:`attn_ext.record` saw.
 
     ``seen[path]`` is a list with one tensor for each call of the attention at ``path``, of the first kind
-    that ``what`` names; ``seen[path, "lse"]`` is of that kind. ``seen[0]`` is the first layer. ``"top"`` gives
-    :class:`Top`, a pair of weights and keys.
+    that ``what`` names; ``seen[path, "lse"]`` is of that kind. ``seen[0]`` is the first layer. ``"top"``
+    gives :class:`Top`, a pair of weights and keys.
 
     Attributes:
         layers: paths of the attentions, in the order of their first calls.

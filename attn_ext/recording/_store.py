@@ -16,6 +16,8 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from ._files import cannot_write, part_of
+
 INDEX = "record.json"
 
 
@@ -23,7 +25,9 @@ def numpy() -> ModuleType:
     try:
         import numpy
     except ImportError:
-        raise ImportError("a record in a file needs NumPy: pip install numpy") from None
+        raise ImportError(
+            "recorded weights in a file take NumPy; to have it: pip install 'attn_ext[record]'"
+        ) from None
     return numpy
 
 
@@ -53,7 +57,7 @@ class FileStore:
         self.path = path
         self.counts: dict[tuple[str, str], int] = {}
         self._dtypes: dict[str, str] = {}
-        self._part = path.with_name(f".{path.name}.{os.getpid()}-{id(self)}.part")
+        self._part = part_of(path, self)
         self._file: IO[bytes] | None = None
         self._zip: zipfile.ZipFile | None = None
 
@@ -71,7 +75,7 @@ class FileStore:
         try:
             store._file = open(store._part, "xb")  # noqa: SIM115 (open until the record is closed)
         except OSError as error:
-            raise _cannot_write(path, error) from error
+            raise cannot_write(path, error) from error
         store._zip = zipfile.ZipFile(store._file, "w", zipfile.ZIP_STORED, allowZip64=True)
         return store
 
@@ -88,7 +92,7 @@ class FileStore:
                 numpy().lib.format.write_array(member, tensor.contiguous().numpy(), allow_pickle=False)
         except OSError as error:
             self.abandon()
-            raise _cannot_write(self.path, error) from error
+            raise cannot_write(self.path, error) from error
         self.counts[what, layer] = number + 1
 
     def close(self, index: dict[str, Any]) -> None:
@@ -103,7 +107,7 @@ class FileStore:
             os.replace(self._part, self.path)
         except OSError as error:
             self.abandon()
-            raise _cannot_write(self.path, error) from error
+            raise cannot_write(self.path, error) from error
         self._zip = self._file = None
 
     def abandon(self) -> None:
@@ -148,8 +152,3 @@ class FileStore:
         store.counts = {(what, layer): count for what, layer, count in index["counts"]}
         store._dtypes = index["dtypes"]
         return store, index
-
-
-def _cannot_write(path: Path, error: OSError) -> OSError:
-    reason = error.strerror or str(error)
-    return OSError(error.errno, f"cannot write {path}: {reason}; nothing is left there")
