@@ -216,9 +216,10 @@ class TestRoutes:
             def forward(self, query, key):
                 return F.scaled_dot_product_attention(query, key, key, bias)
 
-        model = Biased()
+        model, query, key = Biased(), torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8)
+        before = model(query, key)
         with attn_ext.record(model) as seen:
-            model(torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4))
+            assert torch.equal(model(query, key), before)
         visible = torch.ones(3, 5).tril(2 if mode == "LOWER_RIGHT" else 0)
         assert torch.equal((seen[0][0] > 0).float(), visible.expand(1, 2, 3, 5))
 

@@ -123,7 +123,7 @@ class record:
         self._modules = {path: module for module, path in self._paths.items()}
         self._exit = ExitStack()
         try:
-            self._exit.enter_context(reached_by_transformers(self._model))
+            self._own = self._exit.enter_context(reached_by_transformers(self._model))
             self._hook()
             self._exit.enter_context(watching(Watcher(self._on_call, self._on_refusal)))
         except BaseException:
@@ -229,7 +229,8 @@ class record:
         reached = [*self._order, *self.seen.not_recorded]
         for path in self._ran:
             if not any(_within(path, other) or _within(other, path) for other in reached):
-                self.seen.not_recorded[path] = "it computes attention by code of its own"
+                reason = self._own.get(path, "it computes attention by code of its own")
+                self.seen.not_recorded[path] = reason
         missed = "; ".join(f"{path or 'the model'}: {why}" for path, why in self.seen.not_recorded.items())
         if not self._order:
             ran = "no attention ran in the with block" if not missed else f"no attention was seen: {missed}"

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 
@@ -12,35 +11,30 @@ _WATCHED = ("sdpa", "attn_ext")
 
 
 @contextmanager
-def reached_by_transformers(model: nn.Module) -> Iterator[None]:
-    """Models of transformers in ``model`` attend by "attn_ext" where they would by "eager" or "flash_…"."""
-    changed: list[tuple[Any, Any]] = []
-    try:
-        for part in _models(model):
-            _change(part, changed)
-        yield
-    finally:
-        for part, before in reversed(changed):
-            part.set_attn_implementation(before)
+def reached_by_transformers(model: nn.Module) -> Iterator[dict[str, str]]:
+    """Models of transformers in ``model`` attend by "attn_ext" where they would by "eager" or "flash_…".
 
-
-def _models(model: nn.Module) -> list[Any]:
-    library = sys.modules.get("transformers")
-    kind = getattr(library, "PreTrainedModel", None)
-    if kind is None:
-        return []
-    return [module for module in model.modules() if isinstance(module, kind)]
-
-
-def _change(part: Any, changed: list[tuple[Any, Any]]) -> None:
-    before = getattr(part.config, "_attn_implementation", None)
-    if before is None or before in _WATCHED:
+    Yields:
+        Module path of each attention that computes its weights by itself -> why it is not reached.
+    """
+    if all(name in _WATCHED for name in _implementations(model)):
+        yield {}
         return
-    from ..integrations.transformers import register
+    from ..integrations.transformers import convert
 
-    register()
+    _, not_reached, undo = convert(model)
     try:
-        part.set_attn_implementation("attn_ext")
-    except ValueError:
-        return  # a class without the interface; the record says that it saw nothing there
-    changed.append((part, before))
+        yield not_reached
+    finally:
+        undo()
+
+
+def _implementations(model: nn.Module) -> set[str]:
+    """The names of what the models of transformers in ``model`` attend by."""
+    kind = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
+    if kind is None:
+        return set()
+    configs = [module.config for module in model.modules() if isinstance(module, kind)]
+    configs += [module.config for module in model.modules() if hasattr(module, "config")]
+    names = {getattr(config, "_attn_implementation", None) for config in configs}
+    return {name for name in names if name is not None}

@@ -17,7 +17,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from types import BuiltinFunctionType
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -114,11 +115,18 @@ def _watched_sdpa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        rest: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+        # What stood here before may be a patch of others that does not know the newer arguments.
+        rest: dict[str, Any] = {} if scale is None else {"scale": scale}
+        if enable_gqa:
+            rest["enable_gqa"] = True
+        called = original
+        if isinstance(original, BuiltinFunctionType) and type(attn_mask).__name__ == "CausalBias":
+            # Its __torch_function__ looks for the function that is in torch.nn.functional now.
+            called = cast(Any, attn_mask)._dispatch
         if _thread.paused or not _thread.watchers or _in_backward():
-            return original(query, key, value, attn_mask, dropout_p, is_causal, **rest)
+            return called(query, key, value, attn_mask, dropout_p, is_causal, **rest)
         with _paused():
-            output = original(query, key, value, attn_mask, dropout_p, is_causal, **rest)
+            output = called(query, key, value, attn_mask, dropout_p, is_causal, **rest)
         _tell_all(query, key, value, attn_mask, is_causal, rest)
         return output
 
