@@ -1,7 +1,8 @@
 """The public ops as typed, documented and scriptable functions.
 
 Each function calls the op of its name in ``torch.ops.attn_ext`` and nothing else: in eager mode through a
-C function that knows the order of the keywords, which is the same call with less to unpack. The ops take
+C function that knows the order of the keywords, which is the same call with less to unpack; and where
+``torch.onnx.export`` traces, in ONNX's operators (:mod:`attn_ext.onnx`). The ops take
 ``scale`` and what follows it by keyword only; the functions do not insist on it, because TorchScript cannot
 compile keyword-only parameters that have defaults.
 """
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.jit import is_scripting  # type: ignore[attr-defined]
 
+from ._compiled import compiled
 from ._library import _C
 
 __all__ = ["sdpa", "sdpa_with_key_mass", "sdpa_with_lse", "sdpa_with_weights"]
@@ -103,8 +105,10 @@ def sdpa(
         >>> expected = attn_ext.sdpa(query, key, value, -slopes[:, None, None] * distance, is_causal=True)
         >>> torch.testing.assert_close(attn_ext.sdpa(query, key, value, bias, is_causal=True), expected)
     """
-    if is_scripting() or is_compiling():
+    if is_scripting():
         call = torch.ops.attn_ext.sdpa
+    elif is_compiling():
+        call = compiled("sdpa")
     else:
         call = _C.sdpa
     output: Tensor = call(
@@ -161,8 +165,10 @@ def sdpa_with_weights(
         tensor([[1.0000, 0.0000],
                 [0.3302, 0.6698]])
     """
-    if is_scripting() or is_compiling():
+    if is_scripting():
         call = torch.ops.attn_ext.sdpa_with_weights
+    elif is_compiling():
+        call = compiled("sdpa_with_weights")
     else:
         call = _C.sdpa_with_weights
     outputs: tuple[Tensor, Tensor] = call(
@@ -220,8 +226,10 @@ def sdpa_with_lse(
         >>> share = torch.sigmoid(right_lse - left_lse).unsqueeze(-1)
         >>> torch.testing.assert_close(torch.lerp(left, right, share), attn_ext.sdpa(query, key, value))
     """
-    if is_scripting() or is_compiling():
+    if is_scripting():
         call = torch.ops.attn_ext.sdpa_with_lse
+    elif is_compiling():
+        call = compiled("sdpa_with_lse")
     else:
         call = _C.sdpa_with_lse
     outputs: tuple[Tensor, Tensor] = call(
@@ -276,8 +284,10 @@ def sdpa_with_key_mass(
         >>> _, weights = attn_ext.sdpa_with_weights(query, key, value)
         >>> torch.testing.assert_close(key_mass, weights.sum(dim=-2))
     """
-    if is_scripting() or is_compiling():
+    if is_scripting():
         call = torch.ops.attn_ext.sdpa_with_key_mass
+    elif is_compiling():
+        call = compiled("sdpa_with_key_mass")
     else:
         call = _C.sdpa_with_key_mass
     outputs: tuple[Tensor, Tensor] = call(
