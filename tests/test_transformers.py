@@ -195,7 +195,8 @@ def with_gradients(model: nn.Module, inputs: dict[str, Tensor]) -> Gradients:
 
 def assert_same(actual: Gradients, expected: Gradients) -> None:
     torch.testing.assert_close(actual.result, expected.result, rtol=1e-4, atol=1e-4)
-    assert actual.of.keys() == expected.of.keys()
+    more = actual.of.keys() - expected.of.keys()
+    assert not any(actual.of[name].any() for name in more)  # zeros, where compiled code gives them
     for name, gradient in expected.of.items():
         scale = max(gradient.abs().max().item(), 1e-3)
         torch.testing.assert_close(actual.of[name] / scale, gradient / scale, rtol=0, atol=1e-3, msg=name)
@@ -406,12 +407,14 @@ class TestCompile:
         torch.testing.assert_close(result_of(compiled, inputs), expected.result, rtol=1e-3, atol=1e-3)
         assert_same(with_gradients(compiled, inputs), rename(expected))
 
-    @pytest.mark.parametrize("make", [llama])
+    @pytest.mark.parametrize(
+        "make", [llama, *(pytest.param(m, marks=pytest.mark.slow) for m in ALL if m is not llama)]
+    )
     def test_in_one_graph(self, make):
         self.both(make, "aot_eager")
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("make", ALL)
+    @pytest.mark.parametrize("make", [llama, t5])
     def test_with_inductor(self, make):
         self.both(make, "inductor")
 

@@ -158,26 +158,35 @@ def as_table(results: Sequence[Result]) -> str:
     """Aligned columns, a block for each dtype and mode."""
     blocks = []
     for title, group in grouped(results):
-        header, *rows = _rows(group, _time)
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        lines = [
-            row[0].ljust(widths[0])
-            + "".join("  " + field.rjust(width) for field, width in zip(row[1:], widths[1:], strict=True))
-            for row in (header, *rows)
-        ]
-        blocks.append("\n".join([title, "", *lines, *_mean(group)]))
+        blocks.append("\n".join([title, "", aligned(_rows(group, _time)), *_mean(group)]))
     return "\n\n".join(blocks)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows, the header first, in columns of one width: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        row[0].ljust(widths[0])
+        + "".join("  " + field.rjust(width) for field, width in zip(row[1:], widths[1:], strict=True))
+        for row in rows
+    ]
+    return "\n".join(lines)
 
 
 def as_markdown(results: Sequence[Result]) -> str:
     """Tables for a document, with GF/s beside the times."""
     blocks = []
     for title, group in grouped(results):
-        header, *rows = _rows(group, _time_and_rate)
-        marks = ["---", *["--:"] * (len(header) - 1)]
-        lines = ["| " + " | ".join(row) + " |" for row in (header, marks, *rows)]
-        blocks.append("\n".join([f"**{title}**, time · GF/s", "", *lines, "", *_mean(group)]))
+        table = in_markdown(_rows(group, _time_and_rate))
+        blocks.append("\n".join([f"**{title}**, time · GF/s", "", table, "", *_mean(group)]))
     return "\n\n".join(blocks)
+
+
+def in_markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Rows, the header first, as a table of Markdown."""
+    header, *others = rows
+    marks = ["---", *["--:"] * (len(header) - 1)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (header, marks, *others))
 
 
 def grouped(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:
@@ -250,7 +259,13 @@ def _mean(results: Sequence[Result]) -> list[str]:
 
 
 def _time(result: Result, name: str) -> str:
-    seconds = result.seconds[name]
+    return time_in_words(result.seconds[name])
+
+
+def time_in_words(seconds: float) -> str:
+    """With three digits, in a unit that fits."""
+    if seconds >= 10:
+        return f"{_digits(seconds)} s"
     return f"{_digits(seconds * 1e6)} µs" if seconds < 100e-6 else f"{_digits(seconds * 1e3)} ms"
 
 

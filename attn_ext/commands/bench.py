@@ -70,6 +70,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--limit", type=positive_float, default=10.0, help="most seconds for a slow one (default: 10)"
     )
 
+    from . import bench_models
+
+    bench_models.add_options(parser)
+
     out = parser.add_argument_group("what comes out")
     out.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
     out.add_argument("--plot", type=Path, metavar="PICTURE", help="draw bars: png, pdf, svg, ...")
@@ -81,8 +85,14 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.list:
         print_grid()
         return
+    from . import bench_models
+
+    bench_models.check_options(arguments)
     check_files(arguments)
     on_capability(arguments.capability)
+    if arguments.model:
+        bench_models.run(arguments)
+        return
     absent = peers.missing(arguments.peers)
     if absent:
         print(peers.missing_in_words(absent), file=sys.stderr)
