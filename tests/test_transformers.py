@@ -1,11 +1,13 @@
 """attn_implementation="attn_ext" against "eager", on small random models of transformers."""
 
 import os
+import re
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -671,3 +673,23 @@ class TestRegister:
         code = "import sys, attn_ext.integrations.transformers as t; t.convert(t.nn.Linear(1, 1)); "
         code += "assert 'transformers' not in sys.modules"
         subprocess.run([sys.executable, "-c", code], check=True, env=os.environ)
+
+
+def test_examples_of_the_documentation(capsys):
+    """One session; `print(...)  # text` prints that text."""
+    text = (Path(__file__).parents[1] / "docs/transformers.md").read_text(encoding="utf-8")
+    session: dict[str, object] = {}
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 6
+    for block in blocks:
+        exec(block, session)
+        expected = re.findall(r"^ *print\(.*\)  # (.*)$", block, re.MULTILINE)
+        assert capsys.readouterr().out.splitlines() == expected
+
+
+def test_the_documentation_names_the_tested_versions():
+    text = (Path(__file__).parents[1] / "docs/transformers.md").read_text(encoding="utf-8")
+    first, last = integration.TESTED_VERSIONS
+    assert f"Tested with transformers {first} to {last}." in text
+    pyproject = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'"transformers>={first}' in pyproject
