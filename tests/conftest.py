@@ -1,6 +1,8 @@
 """Options of the suite: `--device` (or ATTN_EXT_TEST_DEVICE) and `--slow`."""
 
+import importlib.util
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes long or much memory; runs with --slow")
+
+
+def _operators_of_torchvision() -> torch.library.Library | None:
+    """What importing torchvision asks for. Its wheel is built for CUDA: beside a torch without, its library
+    cannot be loaded, and neither torchvision nor what looks for it, as transformers does, can be imported.
+    """
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        torch.ops.load_library(str(Path(spec.origin).with_name("_C.so")))
+    except OSError:
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        return library
+    return None
+
+
+TORCHVISION = _operators_of_torchvision()  # gone with the object
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -503,12 +503,6 @@ class TestTransformersLibrary:
 
 
 class TestModelsOfOthers:
-    @pytest.fixture(scope="class", autouse=True)
-    def _torchvision(self):
-        from test_override import torchvision_module
-
-        yield from torchvision_module()
-
     @pytest.mark.parametrize("gradients", [True, False])
     def test_torchvision(self, gradients, count_calls):
         torchvision = pytest.importorskip("torchvision")

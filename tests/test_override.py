@@ -586,23 +586,6 @@ class TestCompiling:
         assert not ours([str(node.target) for node in after.graph.nodes])
 
 
-@pytest.fixture(scope="session")
-def torchvision():
-    yield from torchvision_module()
-
-
-def torchvision_module():
-    """Beside a torch without CUDA its wheel's library does not load: what importing it asks of that."""
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    try:
-        yield pytest.importorskip("torchvision")
-    except RuntimeError:
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        yield pytest.importorskip("torchvision")
-
-
-@pytest.mark.usefixtures("torchvision")
 class TestModelsOfOthers:
     """At random weights; each takes the calls that its attention makes, and gives what it gave."""
 
@@ -620,7 +603,8 @@ class TestModelsOfOthers:
         model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=3)
         self.check(model, torch.randn(1, 3, 32, 32), calls_expected=2)
 
-    def test_torchvision(self, torchvision):
+    def test_torchvision(self):
+        torchvision = pytest.importorskip("torchvision")
         model = torchvision.models.VisionTransformer(32, 16, 2, 4, 32, 64, num_classes=3)
         self.check(model, torch.randn(1, 3, 32, 32), calls_expected=2)
 

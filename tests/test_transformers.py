@@ -1,7 +1,6 @@
 """attn_implementation="attn_ext" against "eager", on small random models of transformers."""
 
 import os
-import re
 import subprocess
 import sys
 import warnings
@@ -673,18 +672,6 @@ class TestRegister:
         code = "import sys, attn_ext.integrations.transformers as t; t.convert(t.nn.Linear(1, 1)); "
         code += "assert 'transformers' not in sys.modules"
         subprocess.run([sys.executable, "-c", code], check=True, env=os.environ)
-
-
-def test_examples_of_the_documentation(capsys):
-    """One session; `print(...)  # text` prints that text."""
-    text = (Path(__file__).parents[1] / "docs/transformers.md").read_text(encoding="utf-8")
-    session: dict[str, object] = {}
-    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 6
-    for block in blocks:
-        exec(block, session)
-        expected = re.findall(r"^ *print\(.*\)  # (.*)$", block, re.MULTILINE)
-        assert capsys.readouterr().out.splitlines() == expected
 
 
 def test_the_documentation_names_the_tested_versions():
