@@ -6,6 +6,7 @@ import itertools
 import pickle
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -425,6 +426,11 @@ class TestReport:
         if columns == 200:
             assert lines[1] == f"  {long_name}.self_attn  {DONE}"
             assert lines[3] == f"  {'other':5}  add_zero_attn=True: its extra key has no counterpart"
+
+    def test_is_the_table_that_the_page_about_models_shows(self):
+        page = (Path(__file__).parents[1] / "docs/models.md").read_text(encoding="utf-8")
+        layer = nn.TransformerEncoderLayer(64, 4, batch_first=True)
+        assert str(attn_ext.convert(nn.TransformerEncoder(layer, num_layers=2))) in page
 
     def test_nothing_to_convert_is_an_error_that_names_what_there_is(self):
         with pytest.raises(

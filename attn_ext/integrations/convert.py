@@ -5,8 +5,9 @@ import shutil
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -98,9 +99,10 @@ def convert(model: nn.Module) -> Report:
     return report
 
 
-def _paths(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _paths(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
     """Every module by every path, the model itself by the path ''."""
-    return model.named_modules(remove_duplicate=False)
+    paths: Iterable[tuple[str, nn.Module]] = model.named_modules(remove_duplicate=False)
+    return paths
 
 
 # transformers ------------------------------------------------------------------------------------
@@ -159,13 +161,13 @@ def _why_not(module: nn.MultiheadAttention) -> str | None:
     return None
 
 
-def _replace_class(module: nn.MultiheadAttention) -> Callable[[], None]:
+def _replace_class(module: Any) -> Callable[[], None]:
     """Make it a ConvertedMultiheadAttention, and return what makes it what it was."""
     same_dims = module._qkv_same_embed_dim
 
     def undo() -> None:
         if type(module) is ConvertedMultiheadAttention:
-            module.__class__ = nn.MultiheadAttention
+            module.__class__ = nn.MultiheadAttention  # type: ignore[assignment]
             module._qkv_same_embed_dim = same_dims
 
     module.__class__ = ConvertedMultiheadAttention

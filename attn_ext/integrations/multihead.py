@@ -1,8 +1,11 @@
 """``nn.MultiheadAttention`` as it is, computed by the op."""
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.jit import is_scripting  # type: ignore[attr-defined]
 
 from ..functional import sdpa, sdpa_with_weights
 from ..modules._masks import to_attn_mask
@@ -19,6 +22,9 @@ class ConvertedMultiheadAttention(nn.MultiheadAttention):
     do not fit go to PyTorch's forward, which says what is wrong with them.
     """
 
+    if TYPE_CHECKING:
+        in_proj_weight: nn.Parameter | None  # type: ignore[assignment]
+
     def forward(
         self,
         query: Tensor,
@@ -31,7 +37,7 @@ class ConvertedMultiheadAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """As :meth:`torch.nn.MultiheadAttention.forward`."""
-        if not torch.jit.is_scripting():  # noqa: SIM102 (TorchScript)
+        if not is_scripting():  # noqa: SIM102 (TorchScript)
             if not self._takes(query, key, value, key_padding_mask, attn_mask, is_causal):
                 return nn.MultiheadAttention.forward(
                     self._as_torch(),
@@ -90,7 +96,8 @@ class ConvertedMultiheadAttention(nn.MultiheadAttention):
         """Both masks as one that broadcasts to (B, H, Lq, Lk), or (H, Lq, Lk) unbatched."""
         if query.dim() == 3:
             if attn_mask is not None and attn_mask.dim() == 3:
-                attn_mask = attn_mask.unflatten(0, (attn_mask.size(0) // self.num_heads, self.num_heads))
+                batch = attn_mask.size(0) // self.num_heads
+                attn_mask = torch.unflatten(attn_mask, 0, [batch, self.num_heads])
             if key_padding_mask is not None:
                 key_padding_mask = key_padding_mask.unsqueeze(-2).unsqueeze(-2)
         return to_attn_mask(attn_mask, key_padding_mask)

@@ -187,7 +187,7 @@ class _Patch:
         if not self._covered or current is _BUILTIN:
             self.original = current
         self._replaced = current
-        F.scaled_dot_product_attention = scaled_dot_product_attention
+        F.scaled_dot_product_attention = scaled_dot_product_attention  # type: ignore[assignment]
 
     def _uninstall(self) -> None:
         self.enabled = False
@@ -227,7 +227,7 @@ def scaled_dot_product_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor:
+) -> Any:
     """Stand in for ``F.scaled_dot_product_attention``, by attn_ext's op where that can be."""
     mask, causal, offset = attn_mask, is_causal, 0
     if not _patch.enabled:
@@ -300,7 +300,7 @@ def is_plain(tensor: object) -> bool:
 
 def _only_default_device() -> bool:
     """Whether the modes are those of ``torch.set_default_device`` alone, which let this function be."""
-    modes = torch.overrides._get_current_function_mode_stack()
+    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return all(type(mode) is torch.utils._device.DeviceContext for mode in modes)
 
 
@@ -355,10 +355,10 @@ def _count_compiled_passed_on(reason: str) -> None:
     _patch.count_passed_on(reason)
 
 
-for _function in (_count_compiled, _count_compiled_passed_on):
-    # Run while Dynamo makes a graph, and no part of it. It is what torch.compiler.assume_constant_result
-    # does, which would import Dynamo into every process.
-    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# Run while Dynamo makes a graph, and no part of it. It is what torch.compiler.assume_constant_result does,
+# which would import Dynamo into every process.
+_count_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_count_compiled_passed_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _twin(function: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import math
 import operator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +46,8 @@ class AttentionModule(nn.Module):
     scale: float | None
     window_left: int | None
     window_right: int | None
+    if TYPE_CHECKING:  # TorchScript, which sees no more than is so at run time, leaves out what needs them
+        sinks: Tensor | None
 
     def __init__(self, dropout: float, num_heads: int, **options: Unpack[ScoreOptions]) -> None:
         super().__init__()
@@ -130,8 +133,8 @@ def _check_options(options: ScoreOptions) -> None:
     if unknown:
         names = ", ".join(ScoreOptions.__annotations__)
         raise TypeError(f"expected options among {names}, got {', '.join(sorted(unknown))}")
-    for name in ("window_left", "window_right"):
-        window = options.get(name)
+    windows = {"window_left": options.get("window_left"), "window_right": options.get("window_right")}
+    for name, window in windows.items():
         if window is not None:
             check_int(name, window)
             if window < 0:

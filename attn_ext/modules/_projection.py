@@ -1,5 +1,6 @@
 """The projections of query, key and value whose weights are one parameter."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -31,4 +32,4 @@ def split_bias(bias: Tensor | None, sizes: list[int]) -> tuple[Tensor | None, Te
 
 def split_heads(x: Tensor, heads: int, features: int) -> Tensor:
     """(…, length, heads * features) to (…, heads, length, features)."""
-    return x.unflatten(-1, (heads, features)).transpose(-3, -2)
+    return torch.unflatten(x, -1, [heads, features]).transpose(-3, -2)

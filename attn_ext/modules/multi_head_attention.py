@@ -1,5 +1,5 @@
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,10 @@ class MultiHeadAttention(AttentionModule):
         (torch.Size([2, 32, 512]), torch.Size([2, 8, 32, 32]))
     """
 
+    if TYPE_CHECKING:
+        in_proj_weight: nn.Parameter | None
+        in_proj_bias: nn.Parameter | None
+
     def __init__(
         self,
         embed_dim: int,
@@ -116,20 +120,13 @@ class MultiHeadAttention(AttentionModule):
             weight = torch.empty(sum(self.out_dims), in_dims[0])
             self.in_proj_weight = nn.Parameter(weight)
             self.register_parameter("in_proj_bias", nn.Parameter(weight[:, 0].clone()) if bias else None)
-            self._reset_packed()
+            _reset_as_linear(self.in_proj_weight, self.in_proj_bias)
             return
         self.register_parameter("in_proj_weight", None)
         self.register_parameter("in_proj_bias", None)
         self.query_proj, self.key_proj, self.value_proj = (
             nn.Linear(size, out, bias) for size, out in zip(in_dims, self.out_dims, strict=True)
         )
-
-    def _reset_packed(self) -> None:
-        """As three ``nn.Linear`` would begin: the features that go in are the same."""
-        bound = 1 / math.sqrt(self.in_proj_weight.size(1))
-        nn.init.uniform_(self.in_proj_weight, -bound, bound)
-        if self.in_proj_bias is not None:
-            nn.init.uniform_(self.in_proj_bias, -bound, bound)
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention) -> "MultiHeadAttention":
@@ -298,10 +295,18 @@ def _check_heads(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: in
         )
 
 
+def _reset_as_linear(weight: Tensor, bias: Tensor | None) -> None:
+    """As three ``nn.Linear`` would begin: the features that go in are the same."""
+    bound = 1 / math.sqrt(weight.size(1))
+    nn.init.uniform_(weight, -bound, bound)
+    if bias is not None:
+        nn.init.uniform_(bias, -bound, bound)
+
+
 def _state_from_torch(module: nn.MultiheadAttention) -> dict[str, Tensor]:
     """The state dict of a MultiHeadAttention with the weights of ``module``."""
     state = module.state_dict()
     for name, theirs in (("query", "q"), ("key", "k"), ("value", "v")):
-        if module.in_proj_weight is None:
+        if f"{theirs}_proj_weight" in state:
             state[f"{name}_proj.weight"] = state.pop(f"{theirs}_proj_weight")
     return state
