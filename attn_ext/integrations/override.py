@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling
-from torch.overrides import has_torch_function
+from torch.overrides import has_torch_function_unary
 
 from ..functional import sdpa
 
@@ -278,11 +278,12 @@ def _why_not(
     """Why a call is not for the op; None if it is."""
     if is_causal and attn_mask is not None:
         return "is_causal together with attn_mask"
-    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    for tensor in tensors:
-        if not is_plain(tensor):
-            return f"a tensor of class {type(tensor).__name__}"
-    if has_torch_function(tensors) and not (is_compiling() or _only_default_device()):
+    if not type(query) is type(key) is type(value) is Tensor or attn_mask is not None:
+        for tensor in (query, key, value, attn_mask):
+            if tensor is not None and not is_plain(tensor):
+                return f"a tensor of class {type(tensor).__name__}"
+    # Plain tensors have no __torch_function__ of their own: then it is a mode's.
+    if has_torch_function_unary(query) and not (is_compiling() or _only_default_device()):
         return "an active TorchFunctionMode"
     if not query.is_cpu:
         return f"a tensor on {query.device.type}"
