@@ -87,6 +87,13 @@ class TestLabels:
         assert labels(axes.yaxis) == ["a", "b"]
         assert labels(axes.xaxis) == ["x", "y", "z"]
 
+    @pytest.mark.parametrize(
+        ("words", "angle"), [("abcd", 0), (["long word"] * 4, 45), (["long word"] * 90, 90)]
+    )
+    def test_stand_upright_only_where_they_must(self, words, angle):
+        axes = plot.heatmap(torch.rand(len(words), len(words)), list(words))
+        assert {label.get_rotation() for label in axes.get_xticklabels()} == {angle}
+
     def test_a_long_text_names_only_as_many_words_as_fit(self):
         words = [f"word{i}" for i in range(400)]
         axes = plot.heatmap(torch.rand(400, 400), words)

@@ -1,11 +1,15 @@
 """`attn_ext.record`: what it keeps, of which calls, under which names, and what it refuses."""
 # ruff: noqa: PT012, SIM117
 
+import contextlib
 import copy
 import errno
+import io
 import json
+import re
 import threading
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -746,3 +750,112 @@ class TestTable:
             ImportError, match=r"a DataFrame takes pandas; to have it: pip install 'attn_ext\[record\]'"
         ):
             seen.to_dataframe()
+
+
+def test_examples_of_the_documentation(tmp_path, monkeypatch):
+    """Line by line in one session; `print(...)  # text` prints that text."""
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("numpy")
+    monkeypatch.chdir(tmp_path)
+    document = Path(__file__).parents[1] / "docs" / "weights.md"
+    text = document.read_text(encoding="utf-8")
+    session: dict[str, object] = {}
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 5
+    for block in blocks:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(block, "weights.md", "exec"), session)
+        assert printed.getvalue().splitlines() == re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "layer0.png",
+        "mass.png",
+        "entropy.png",
+        "page.html",
+    }
+    for picture in re.findall(r"!\[.*?\]\((.*?)\)", text):
+        assert 10_000 < (document.parent / picture).stat().st_size < 150_000
+
+
+class TestIntegrations:
+    """Models of other libraries, and the other ways to bring the op to them."""
+
+    @pytest.fixture
+    def override_sdpa(self):
+        return pytest.importorskip("attn_ext.integrations.override").override_sdpa
+
+    def test_after_override(self, x, override_sdpa):
+        model = nn.Sequential(Theirs(is_causal=True), Theirs())
+        with attn_ext.record(model) as expected:
+            model(x)
+        with override_sdpa() as calls, attn_ext.record(model) as inside:
+            model(x)
+        assert calls.taken == 2
+        with attn_ext.record(model) as outside, override_sdpa() as calls:
+            model(x)
+        assert calls.taken == 2
+        for seen in (inside, outside):
+            assert seen.layers == expected.layers
+            assert [len(seen[path]) for path in seen.layers] == [1, 1]
+            torch.testing.assert_close(seen.as_tuple(), expected.as_tuple())
+        assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+
+    def test_after_convert(self, x):
+        convert = pytest.importorskip("attn_ext.integrations.convert").convert
+        model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, batch_first=True), 2).eval()
+        with attn_ext.record(model) as expected:
+            model(x)
+        report = convert(model)
+        with attn_ext.record(model) as seen:
+            model(x)
+        assert seen.layers == expected.layers
+        torch.testing.assert_close(seen.as_tuple(), expected.as_tuple())
+        report.undo()
+
+    @pytest.fixture
+    def transformers(self):
+        pytest.importorskip("attn_ext.integrations.transformers")
+        try:
+            transformers = pytest.importorskip("transformers")
+            transformers.LlamaForCausalLM  # noqa: B018
+        except ModuleNotFoundError as error:
+            pytest.skip(str(error))
+        return transformers
+
+    @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+    def test_transformers_agree_with_their_own_weights(self, transformers, implementation):
+        config = transformers.LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+        model = transformers.LlamaForCausalLM._from_config(config, attn_implementation=implementation).eval()
+        ids = torch.randint(0, 64, (2, 7))
+        before = model(ids).logits
+        with attn_ext.record(model) as seen:
+            torch.testing.assert_close(model(ids).logits, before)
+        assert model.config._attn_implementation == implementation
+        assert seen.layers == ("model.layers.0.self_attn", "model.layers.1.self_attn")
+        model.set_attn_implementation("eager")
+        torch.testing.assert_close(seen.as_tuple(), model(ids, output_attentions=True).attentions)
+        model.set_attn_implementation(implementation)
+        with attn_ext.record(model, rows=-1) as seen:
+            model.generate(ids[:1], max_new_tokens=3, do_sample=False, pad_token_id=0, eos_token_id=None)
+        assert [tuple(t.shape) for t in seen[1]] == [(1, 4, 1, 7), (1, 4, 1, 8), (1, 4, 1, 9)]
+
+    def test_timm(self):
+        try:
+            timm = pytest.importorskip("timm")
+        except RuntimeError as error:
+            pytest.skip(str(error))
+        model = timm.create_model(
+            "vit_tiny_patch16_224", pretrained=False, img_size=32, depth=2, embed_dim=32, num_heads=4
+        ).eval()
+        image = torch.randn(1, 3, 32, 32)
+        with torch.no_grad(), attn_ext.record(model, what=("weights", "entropy")) as seen:
+            model(image)
+        assert seen.layers == ("blocks.0.attn", "blocks.1.attn")
+        assert seen[0][0].shape == (1, 4, 5, 5)

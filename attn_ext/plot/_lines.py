@@ -54,7 +54,7 @@ def key_mass(
     step = math.ceil(num_keys / MAX_BARS) if num_keys else 1
     padded = heads.new_zeros(len(heads), math.ceil(num_keys / step) * step)
     padded[:, :num_keys] = heads
-    bars = padded.unflatten(-1, (-1, step)).sum(-1) if num_keys else padded
+    bars = padded.reshape(len(padded), -1, step).sum(-1) if num_keys else padded
     theme, width = theme_of(dark), min(max(CELL_INCHES * num_keys, 3.0), 12.0)
     with styled(theme):
         axes = axes_or_new(axes, width + 0.9, 3.2, theme)

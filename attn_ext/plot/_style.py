@@ -103,7 +103,7 @@ def styled(theme: Theme) -> Iterator[None]:
     figure_class()
     import matplotlib
 
-    style: dict[str, Any] = {
+    style: Any = {
         "font.family": font_families(),
         "svg.fonttype": "none",
         "text.color": theme.ink,
@@ -217,7 +217,10 @@ def name_columns(axes: "Axes", words: Sequence[str], inches: float, step: int = 
     """Words below an image with a column for each ``step`` words."""
     places, named, every = _named(words, inches, step)
     slant: dict[str, Any] = {"rotation": 45, "ha": "right", "va": "top", "rotation_mode": "anchor"}
-    style = slant if inches * every / max(1, len(words)) >= SLANT_INCHES else {"rotation": 90}
+    distance = inches * every / max(1, len(words))
+    style = slant if distance >= SLANT_INCHES else {"rotation": 90}
+    if max(map(text_inches, named), default=0.0) + 0.08 <= distance:
+        style = {"rotation": 0}
     axes.set_xticks(places, named, parse_math=False, **style)
     axes.tick_params(axis="x", length=2.5 if every > step else 0)
 

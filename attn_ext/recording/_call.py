@@ -53,9 +53,10 @@ class Call:
         """What comes before the rows in a side output: batch and heads."""
         if not self.enable_gqa:
             shapes = [tensor.shape[:-2] for tensor in (self.query, self.key, self.value)]
-            return tuple(torch.broadcast_shapes(*shapes))
+            return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
         shapes = [tensor.shape[:-3] for tensor in (self.query, self.key, self.value)]
-        return (*torch.broadcast_shapes(*shapes), self.num_heads)
+        batch = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+        return (*batch, self.num_heads)
 
     @property
     def positional(self) -> bool:

@@ -47,12 +47,12 @@ def save_page(
     if "weights" not in seen.what:
         raise ValueError(f"a page shows weights, and recorded were {', '.join(seen.what)}: what='weights'")
     words, sizes = [], []
-    for layer in seen.layers:  # all are looked at before anything is written
-        view = view_of(seen, layer, "weights", call, batch)
+    for name in seen.layers:  # all are looked at before anything is written
+        view = view_of(seen, name, "weights", call, batch)
         words.append(words_of(view, tokens, row_tokens))
         sizes.append(view.tensor.shape)
     step = _step(sizes)
-    layers = [_Layer(seen, layer, call, batch, step) for layer in seen.layers]
+    layers = [_Layer(seen, name, call, batch, step) for name in seen.layers]
     with whole_file(path) as file:
         file.write(_top(layers, words, step, title or "Attention", sizes).encode())
         for number, layer in enumerate(_shown_progress(layers)):
@@ -74,7 +74,10 @@ class _Layer:
 
     def cells(self) -> Tensor:
         """(H, rows, columns), each cell the largest of step by step weights."""
-        return pooled(self.view().tensor.nan_to_num(0.0), self.step, self.step)
+        weights = self.view().tensor
+        if not weights.amax(-1).isfinite().all():  # a row with NaN is NaN everywhere
+            weights = weights.nan_to_num(0.0)
+        return pooled(weights, self.step, self.step)
 
     def packed(self) -> Iterable[bytes]:
         for head in self.cells():
@@ -90,8 +93,9 @@ def pooled(weights: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _bytes(weights: Tensor, largest: Tensor) -> bytes:
-    shares = torch.where(largest > 0, weights / largest, 0.0)
-    return shares.clamp_(0, 1).sqrt_().mul_(255).round_().to(torch.uint8).numpy().tobytes()
+    """255 * sqrt(weight / largest), rounded."""
+    factor = torch.where(largest > 0, 255.0**2 / largest, 0.0)
+    return (weights * factor).sqrt_().add_(0.5).to(torch.uint8).numpy().tobytes()
 
 
 def _base64(data: bytes) -> bytes:

@@ -124,7 +124,7 @@ class FileStore:
         if self._zip is not None:
             raise RuntimeError(f"{self.path} can be read after the with block, when it is whole")
         count = self.counts.get((what, layer), 0)
-        tensors = []
+        tensors: list[Tensor] = []
         if count == 0:
             return tensors
         with zipfile.ZipFile(self.path) as archive:

@@ -51,7 +51,9 @@ def view_of(seen: Recording, layer: str | int, what: str, call: int | None = Non
         for row in (range(shape.num_rows) if shape.rows is None else shape.rows)
     ]
     num_keys = max(shape.num_keys for shape in shapes)
-    whole = torch.cat([_widened(part, num_keys) if tail == 2 else part for part in parts], 1)
+    if len(parts) > 1:
+        parts = [torch.cat([_widened(part, num_keys) if tail == 2 else part for part in parts], 1)]
+    whole = parts[0]
     return View(path, whole, rows, num_keys, shapes[0].heads or list(range(whole.shape[0])))
 
 

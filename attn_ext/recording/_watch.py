@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import BuiltinFunctionType
 from typing import Any, cast
 
@@ -48,11 +49,11 @@ class _PerThread(threading.local):
 _thread = _PerThread()
 
 
-class Watcher(TorchDispatchMode):
+class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Tells ``on_call`` of every call of attention in this thread; see :func:`watching`."""
 
     def __init__(self, on_call: Callable[[Call], None], on_refusal: Callable[[str], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.on_call = on_call
         self.on_refusal = on_refusal
 
@@ -151,7 +152,8 @@ def _tell_all(
         operands = _as_autocast(query, key, value)
         if attn_mask is not None and attn_mask.is_floating_point():
             attn_mask = attn_mask.to(operands[0].dtype)
-        call = Call(*operands, attn_mask, is_causal, query_offset=offset, **rest)
+        arguments: dict[str, Any] = {"attn_mask": attn_mask, "is_causal": is_causal, "query_offset": offset}
+        call = Call(operands[0], operands[1], operands[2], **arguments, **rest)
     for watcher in list(_thread.watchers):
         watcher.tell(call)
 
@@ -224,7 +226,7 @@ class _Patches:
         ]
         for module in modules:
             setattr(module, name, function)
-            self.undo.append(lambda module=module: _put_back(module, name, function, original))
+            self.undo.append(partial(_put_back, module, name, function, original))
 
 
 def _put_back(module: Any, name: str, ours: Any, original: Any) -> None:
