@@ -9,11 +9,11 @@ from typing import NoReturn
 
 import attn_ext
 
-from .commands import CommandError, bench, demo, info
+from .commands import CommandError, bench, demo, doctor, info
 
 __all__ = ["main"]
 
-COMMANDS = (demo, bench, info)
+COMMANDS = (demo, bench, info, doctor)
 
 
 class Parser(argparse.ArgumentParser):
@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0, or 2 for what the user can mend."""
+    """Run the command line and return its exit code: the command's own, or 2 for what the user can mend."""
     parser = Parser(prog="attn-ext", description="Masked scaled dot-product attention for PyTorch.")
     parser.add_argument("--version", action="version", version=f"attn_ext {attn_ext.__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -35,10 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows '?'
     try:
-        parsed.run(parsed)
+        code: int | None = parsed.run(parsed)
     except CommandError as error:
         print(f"attn-ext: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader, say `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+        return 0
+    return code or 0
