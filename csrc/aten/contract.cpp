@@ -166,7 +166,7 @@ at::Tensor sum_of_nonfinite(const at::Tensor& left, Letters left_dims, const at:
 
 at::Tensor contract_visible(const at::Tensor& left, Letters left_dims, const at::Tensor& visible,
                             const at::Tensor& right, Letters right_dims, Letters out_dims, const Dims& lead) {
-  if (!visible.defined() || !may_hold_nonfinite(right)) {
+  if (!visible.defined() || left.numel() == 0 || !may_hold_nonfinite(right)) {
     return contract(left, left_dims, right, right_dims, out_dims, lead);
   }
   Dims sees_shape(static_cast<size_t>(left.dim() - visible.dim()), 1);

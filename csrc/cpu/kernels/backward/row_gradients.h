@@ -36,10 +36,11 @@ ATTN_EXT_INLINE void finish_row_scores(const BackwardParams& params,
                   if (!masks) return;
                   with_kind<typename S::Element>(rule.mask_kind, [&](auto tag) {
                     using M = typename decltype(tag)::Type;
-                    mask_span(row.scores, 0, row.columns,
-                              row_pointer<const M>(mask, place.batch, place.head, place.row) +
-                                  keys.begin * mask.column_stride,
-                              mask.column_stride, keys.end - keys.begin, scale);
+                    mask_span</*KeepSeen=*/true>(
+                        row.scores, 0, row.columns,
+                        row_pointer<const M>(mask, place.batch, place.head, place.row) +
+                            keys.begin * mask.column_stride,
+                        mask.column_stride, keys.end - keys.begin, scale);
                   });
                 });
 }

@@ -199,8 +199,8 @@ void QueryBlock<S>::mask_row(int64_t r, T* row, int64_t begin, int64_t end) cons
     using M = typename decltype(tag)::Type;
     const TensorView& view = params_.rule.mask;
     const M* mask = row_pointer<const M>(view, batch_, s_.row_head[r], s_.row_index[r]);
-    mask_span<T>(row, begin, end, mask + block_key_ * view.column_stride, view.column_stride,
-                 params_.shape.key_len - block_key_, units_.softcap == 0 ? units_.scale : static_cast<T>(1));
+    mask_span(row, begin, end, mask + block_key_ * view.column_stride, view.column_stride,
+              params_.shape.key_len - block_key_, units_.softcap == 0 ? units_.scale : static_cast<T>(1));
   });
 }
 

@@ -93,11 +93,18 @@ inline void cap_span(T* scores, T* slope, int64_t begin, int64_t end, const Scor
   }
 }
 
-// Products of infinite factors may be -inf where a key is seen: not to be taken for hidden ones.
+// Products of infinite factors may be -inf where a key is seen: not to be taken for hidden ones, whose weight
+// times NaN is 0.
 template <typename T>
-inline void keep_seen(T* products, int64_t count) {
-  const Vec<T> lowest = broadcast(-FloatFormat<T>::kLargest);
-  for (int64_t j = 0; j < count; j += kLanes<T>) store(products + j, maximum(lowest, load(products + j)));
+ATTN_EXT_INLINE Vec<T> keep_seen(Vec<T> score) {
+  return maximum(broadcast(-FloatFormat<T>::kLargest), score);
+}
+
+// Before what hides keys. A bias, which can be as large as the number that they become, keeps them itself.
+template <typename T>
+inline void keep_seen(const ScoreRule& rule, T* products, int64_t count) {
+  if (is_biased(rule)) return;
+  for (int64_t j = 0; j < count; j += kLanes<T>) store(products + j, keep_seen<T>(load(products + j)));
 }
 
 // v where the lane's byte is not 0, -inf elsewhere; bytes from `count` on do not exist and count as 0.
@@ -148,9 +155,10 @@ ATTN_EXT_INLINE Vec<T> load_bias(const M* mask) {
 }
 
 // A bias of -inf masks; one near the lowest finite value does so too, but a row of nothing else is not dead.
-template <typename T>
+template <typename T, bool KeepSeen>
 ATTN_EXT_INLINE Vec<T> add_bias(Vec<T> s, Vec<T> bias, Vec<T> scale) {
-  return bias == broadcast(-kInfinity<T>) ? bias : multiply_add(s, scale, in_log2<T>(bias));
+  const Vec<T> sum = multiply_add(s, scale, in_log2<T>(bias));
+  return bias == broadcast(-kInfinity<T>) ? bias : KeepSeen ? keep_seen<T>(sum) : sum;
 }
 
 // What a mask adds to a score: a bias in units of log2, or 0 and -inf for true and false.
@@ -163,50 +171,50 @@ ATTN_EXT_INLINE Vec<T> mask_lanes(const M* mask) {
   }
 }
 
-template <typename T, typename M>
+template <typename T, bool KeepSeen = false, typename M>
 ATTN_EXT_INLINE Vec<T> apply_mask(Vec<T> s, const M* mask, Vec<T> scale) {
   if constexpr (std::is_same_v<M, uint8_t>) {
     return keep_flagged<T>(s, mask);
   } else {
-    return add_bias<T>(s, load_bias<T>(mask), scale);
+    return add_bias<T, KeepSeen>(s, load_bias<T>(mask), scale);
   }
 }
 
 // The same where only `count` elements of the mask are there.
-template <typename T, typename M>
+template <typename T, bool KeepSeen = false, typename M>
 ATTN_EXT_INLINE Vec<T> apply_mask_partial(Vec<T> s, const M* mask, int64_t count, Vec<T> scale) {
   if constexpr (std::is_same_v<M, uint8_t>) {
     return keep_flagged<T>(s, mask, count);
   } else if constexpr (std::is_same_v<Compute<M>, T>) {
-    return add_bias<T>(s, load_compute_partial(mask, count), scale);
+    return add_bias<T, KeepSeen>(s, load_compute_partial(mask, count), scale);
   } else {
     M present[kLanes<T>] = {};
     copy_partial(present, mask, count);
-    return apply_mask<T>(s, present, scale);
+    return apply_mask<T, KeepSeen>(s, present, scale);
   }
 }
 
 // S = scale s + mask; mask[j * stride] belongs to scores[j]. Elements from `present` on do not exist: what is
 // masked there does not matter, since no row sees it. A bool mask leaves the scale to others.
-template <typename T, typename M>
+template <bool KeepSeen = false, typename T, typename M>
 void mask_span(T* scores, int64_t begin, int64_t end, const M* mask, int64_t stride, int64_t present,
                T scale) {
   const Vec<T> factor = broadcast(scale);
   int64_t j = begin;
   if (stride == 1) {
     for (; j < end && j + kLanes<T> <= present; j += kLanes<T>) {
-      store(scores + j, apply_mask<T>(load(scores + j), mask + j, factor));
+      store(scores + j, apply_mask<T, KeepSeen>(load(scores + j), mask + j, factor));
     }
   }
   for (; j < end; j += kLanes<T>) {
     const int64_t count = larger(0, smaller(kLanes<T>, present - j));
     if (stride == 1) {
-      store(scores + j, apply_mask_partial<T>(load(scores + j), mask + j, count, factor));
+      store(scores + j, apply_mask_partial<T, KeepSeen>(load(scores + j), mask + j, count, factor));
       continue;
     }
     M gathered[kLanes<T>] = {};
     for (int64_t i = 0; i < count; ++i) gathered[i] = mask[(j + i) * stride];
-    store(scores + j, apply_mask<T>(load(scores + j), gathered, factor));
+    store(scores + j, apply_mask<T, KeepSeen>(load(scores + j), gathered, factor));
   }
 }
 

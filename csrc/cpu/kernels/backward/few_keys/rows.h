@@ -272,7 +272,7 @@ void FewKeysUnit<S>::finish_bad_rows(int64_t first, int64_t begin, int64_t end) 
   const Matrix<Element> query =
       rows_of<Element>(params_.query, unit_.batch, head_, first + begin, end - begin, params_.shape.head_dim);
   multiply_rows(query, s_.query_left, key_columns_, scores);
-  keep_seen(scores, (end - begin) * stride_);
+  keep_seen(params_.rule, scores, (end - begin) * stride_);
   finish_full_rows(first, begin, end);
 }
 
@@ -288,7 +288,7 @@ void FewKeysUnit<S>::finish_rows(int64_t first, int64_t count) {
   for (int64_t begin = 0; begin < count; begin += kFewKeysBand) {
     const int64_t end = smaller(count, begin + kFewKeysBand);
     if (special || !all_near(first, begin, end)) {
-      if (bad_keys_ || bad_queries_) keep_seen(s_.scores + begin * stride_, (end - begin) * stride_);
+      if (bad_keys_ || bad_queries_) keep_seen(rule, s_.scores + begin * stride_, (end - begin) * stride_);
       finish_full_rows(first, begin, end);
       continue;
     }

@@ -371,7 +371,7 @@ void FewRowsBlock<S>::step(Pass pass, Range keys) {
   multiply_rows(s_.query, s_.query_stride, key, s_.weights);
   // A key that is not finite gives no finite product with any row.
   const bool finite = are_finite(s_.weights, rows_ * kStepKeys);
-  if (!finite) keep_seen(s_.weights, rows_ * kStepKeys);
+  if (!finite) keep_seen(params_.rule, s_.weights, rows_ * kStepKeys);
   finish_step_scores(keys);
   if (pass == Pass::kRowMax || pass == Pass::kRowSum) return add_to_terms(pass);
   if (params_.grad_output.data != nullptr) {

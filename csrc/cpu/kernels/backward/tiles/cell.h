@@ -60,7 +60,8 @@ template <typename T>
 inline void add_bias_span(T* scores, const T* bias, int64_t begin, int64_t end, T scale) {
   for (int64_t i = begin; i < end; i += kLanes<T>) {
     const Vec<T> b = load(bias + i);
-    store(scores + i, b == -kInfinity<T> ? b : multiply_add(load(scores + i), broadcast(scale), b));
+    const Vec<T> sum = multiply_add(load(scores + i), broadcast(scale), b);
+    store(scores + i, b == -kInfinity<T> ? b : keep_seen<T>(sum));
   }
 }
 
@@ -87,7 +88,9 @@ template <typename S>
 void KeyQueryBlock<S>::keep_seen_of_cell(int64_t cell, int64_t panel) const {
   for (int64_t r = cell; r < cell + cell_rows(cell); ++r) {
     const Range span = panel_span(round_down(r, kTileRows), panel);
-    if (!is_empty(span)) keep_seen(score_row(cell, panel, r) + span.begin, span.end - span.begin);
+    if (!is_empty(span)) {
+      keep_seen(params_.rule, score_row(cell, panel, r) + span.begin, span.end - span.begin);
+    }
   }
 }
 
