@@ -179,8 +179,9 @@ def _replace_class(module: Any) -> Callable[[], None]:
 def _keep_batches_padded(model: nn.Module, report: Report) -> None:
     """Stop encoders of converted layers from making nested tensors, which only their fused kernel takes."""
     for module in model.modules():
-        converted = any(type(child) is ConvertedMultiheadAttention for child in module.modules())
-        if isinstance(module, nn.TransformerEncoder) and converted and module.use_nested_tensor:
+        if not isinstance(module, nn.TransformerEncoder) or not getattr(module, "use_nested_tensor", False):
+            continue
+        if any(type(child) is ConvertedMultiheadAttention for child in module.modules()):
             module.use_nested_tensor = False
             report._undo.append(_allow_nested(module))
 
