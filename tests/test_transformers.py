@@ -38,40 +38,47 @@ LAYERS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_a
 WIDE = 0.3
 
 
-def bert() -> nn.Module:
+def bert() -> tuple[type, Any]:
     return hf.BertForMaskedLM, hf.BertConfig(**TEXT, initializer_range=WIDE)
 
 
-def bert_decoder() -> nn.Module:
+def bert_decoder() -> tuple[type, Any]:
     return hf.BertLMHeadModel, hf.BertConfig(**TEXT, initializer_range=WIDE, is_decoder=True)
 
 
-def gpt2() -> nn.Module:
+def gpt2() -> tuple[type, Any]:
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
     special = {"bos_token_id": 1, "eos_token_id": 2}
     more = {"scale_attn_by_inverse_layer_idx": True, "initializer_range": WIDE}
     return hf.GPT2LMHeadModel, hf.GPT2Config(vocab_size=VOCABULARY, **sizes, **special, **more)
 
 
-def llama() -> nn.Module:
+def llama() -> tuple[type, Any]:
     return hf.LlamaForCausalLM, hf.LlamaConfig(**GROUPED, initializer_range=WIDE)
 
 
-def gemma2() -> nn.Module:
+def gemma2() -> tuple[type, Any]:
     config = hf.Gemma2Config(**GROUPED, **LAYERS, attn_logit_softcapping=2.0, initializer_range=WIDE)
     return hf.Gemma2ForCausalLM, config
 
 
-def gemma3() -> nn.Module:
+def gemma3() -> tuple[type, Any]:
     return hf.Gemma3ForCausalLM, hf.Gemma3TextConfig(**GROUPED, **LAYERS, initializer_range=WIDE)
 
 
-def gpt_oss() -> nn.Module:
+def gemma4() -> tuple[type, Any]:
+    sizes = {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8, "global_head_dim": 8}
+    layers = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    usual = {**GROUPED, "num_hidden_layers": 4, "sliding_window": 50}
+    return hf.Gemma4ForCausalLM, hf.Gemma4TextConfig(**usual, **sizes, **layers, initializer_range=WIDE)
+
+
+def gpt_oss() -> tuple[type, Any]:
     experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
     return hf.GptOssForCausalLM, hf.GptOssConfig(**GROUPED, **LAYERS, **experts, initializer_range=WIDE)
 
 
-def t5() -> nn.Module:
+def t5() -> tuple[type, Any]:
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 4}
     special = {"pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0}
     return hf.T5ForConditionalGeneration, hf.T5Config(
@@ -79,7 +86,7 @@ def t5() -> nn.Module:
     )
 
 
-def whisper() -> nn.Module:
+def whisper() -> tuple[type, Any]:
     sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "num_mel_bins": 8}
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
     more = {"encoder_ffn_dim": 40, "decoder_ffn_dim": 40, "max_source_positions": 20, "init_std": WIDE}
@@ -99,11 +106,11 @@ VISION = {
 }
 
 
-def vit() -> nn.Module:
+def vit() -> tuple[type, Any]:
     return hf.ViTForImageClassification, hf.ViTConfig(**VISION, initializer_range=WIDE)
 
 
-def clip() -> nn.Module:
+def clip() -> tuple[type, Any]:
     text = {**TEXT, "max_position_embeddings": 32, "projection_dim": 16}
     return hf.CLIPModel, hf.CLIPConfig(
         text_config=text,
@@ -537,11 +544,15 @@ class TestMasks:
         assert mask.stride(2) == 0
         assert mask.equal(hf.masking_utils.sdpa_mask(**self.SIZES, **arguments))
 
-    def test_models_that_single_out_sdpa_always_get_one(self):
-        """Gemma 4 leaves out rows of the query in its last layers, and then counts on a mask."""
-        config = hf.Gemma4TextConfig(**GROUPED, sliding_window=WINDOW)
-        hf.Gemma4ForCausalLM  # noqa: B018  loads the module
-        assert integration.attention_mask_function(**{**self.SIZES, "config": config}) is not None
+    def test_models_that_leave_out_rows_of_the_query(self):
+        """Gemma 4 does in its last layers, and then counts on a mask: causality is not top-left any more."""
+        for keep in (1, 3):
+            results = {}
+            for implementation in ("eager", "attn_ext"):
+                model = build(gemma4, implementation)
+                with torch.no_grad():
+                    results[implementation] = model(tokens(), logits_to_keep=keep).logits
+            torch.testing.assert_close(results["attn_ext"], results["eager"], rtol=1e-4, atol=1e-4)
 
     def test_custom_masks_of_four_dims(self):
         generator = torch.Generator().manual_seed(6)
