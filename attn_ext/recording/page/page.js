@@ -265,8 +265,9 @@ function drawNames(context) {
   context.strokeStyle = style.color;
   context.textBaseline = "middle";
   const name = (words, step, cells, size, turned) => {
-    const every = Math.max(1, Math.ceil((15 * cells) / size));
-    for (let i = 0; i < cells; i += every) {
+    const least = Math.max(1, Math.ceil((15 * cells) / size));
+    const every = cells > 200 ? roundStep(least * step) / step : least;
+    for (let i = 0; i < cells; i += Math.max(1, Math.round(every))) {
       const place = MARGIN + ((i + 0.5) * size) / cells;
       context.save();
       if (turned) context.translate(place, MARGIN - 6), context.rotate(-Math.PI / 2);
@@ -279,6 +280,12 @@ function drawNames(context) {
   };
   name(layer.words[0], layer.step, layer.rows, height, false);
   name(layer.words[1], layer.step, layer.columns, width, true);
+}
+
+function roundStep(least) {
+  // 1, 2 or 5 with zeros.
+  const unit = 10 ** Math.floor(Math.log10(least));
+  return unit * [1, 2, 5, 10].find((times) => times * unit >= least);
 }
 
 function legend() {
@@ -363,21 +370,29 @@ function select(row, column = state.column) {
   history.replaceState(null, "", location_hash());
 }
 
+const LEVELS = 24; // of a word that lights up
+
+function lightRules() {
+  // One class a level, so that a word changes by a single write.
+  return Array.from({ length: LEVELS }, (_, i) => {
+    const [r, g, b] = colors()[Math.round(((i + 1) * 255) / LEVELS)];
+    const ink = 0.3 * r + 0.59 * g + 0.11 * b > 140 ? "#1a193d" : "#ffffff";
+    return `.l${i + 1} { background: rgb(${r} ${g} ${b}); color: ${ink}; }`;
+  }).join("\n");
+}
+
 function light(spans, weights, fromSpans, from) {
-  const { step } = shown.layer, table = colors(), top = weights.reduce((a, b) => Math.max(a, b), 0) || 1;
+  const { step } = shown.layer, top = weights.reduce((a, b) => Math.max(a, b), 0) || 1;
   if (shown.lit !== spans) shown.levels = new Uint8Array(spans.length);
   shown.lit = spans;
-  spans.forEach((span, i) => {
-    const level = Math.round(31 * Math.sqrt((weights[Math.floor(i / step)] ?? 0) / top));
-    if (level === shown.levels[i]) return;
+  shown.from?.removeAttribute("data-from");
+  for (let i = 0; i < spans.length; i++) {
+    const level = Math.round(LEVELS * Math.sqrt((weights[Math.floor(i / step)] ?? 0) / top));
+    if (level !== shown.levels[i]) spans[i].className = level ? `l${level}` : "";
     shown.levels[i] = level;
-    const [r, g, b] = table[Math.round((level * 255) / 31)];
-    span.style.backgroundColor = level ? `rgb(${r} ${g} ${b})` : "";
-    span.style.color = level ? (0.3 * r + 0.59 * g + 0.11 * b > 140 ? "#1a193d" : "#ffffff") : "";
-  });
-  shown.from?.classList.remove("from");
+  }
   shown.from = fromSpans[from * step];
-  shown.from?.classList.add("from");
+  shown.from?.setAttribute("data-from", "");
   const box = shown.from?.parentElement;
   if (box && !box.matches(":hover")) box.scrollTop = shown.from.offsetTop - box.clientHeight / 2;
 }
@@ -387,14 +402,21 @@ function drawCross(row, column) {
   context.clearRect(0, 0, width + MARGIN, height + MARGIN);
   context.strokeStyle = isDark() ? "#ffffff" : "#22223b";
   context.lineWidth = 1.5;
-  const band = (at, size, cells) => [MARGIN + (at * size) / cells, Math.max(2, size / cells)];
+  const band = (at, size, cells) => [MARGIN + (at * size) / cells, size / cells];
+  const outline = (x, y, wide, tall) => {
+    if (Math.min(wide, tall) >= 5) return context.strokeRect(x, y, wide, tall);
+    context.fillStyle = context.strokeStyle; // lines above and below would hide what lies between them
+    context.globalAlpha = 0.55;
+    context.fillRect(x, y, Math.max(1, wide), Math.max(1, tall));
+    context.globalAlpha = 1;
+  };
   if (row !== null) {
     const [y, tall] = band(row, height, layer.rows);
-    context.strokeRect(MARGIN, y, width, tall);
+    outline(MARGIN, y, width, tall);
   }
   if (column !== null) {
     const [x, wide] = band(column, width, layer.columns);
-    context.strokeRect(x, MARGIN, wide, height);
+    outline(x, MARGIN, wide, height);
   }
 }
 
@@ -446,6 +468,7 @@ function trail() {
 
 async function show() {
   trail();
+  $("lights").textContent = lightRules();
   try {
     if (state.layer === null) return showOverview();
     await (state.head === null ? showLayer(state.layer) : showHead(state.layer, state.head));
