@@ -292,6 +292,20 @@ class TestRoutes:
             model(x)
         assert seen.layers == ("0", "1")
 
+    def test_exported_programs_name_the_modules_that_were_in_them(self, x):
+        model = Ours()
+        exported = torch.export.export(model, (x,)).module()
+        with attn_ext.record(model, what=("weights", "entropy")) as expected:
+            model(x)
+        for context in (torch.enable_grad, torch.inference_mode):
+            with context(), attn_ext.record(exported, what=("weights", "entropy")) as seen:
+                exported(x)
+            assert seen.layers == expected.layers
+            torch.testing.assert_close(seen.as_tuple(), expected.as_tuple())
+        with attn_ext.record(exported, layers="many") as seen:
+            exported(x)
+        assert seen.layers == ("many",)
+
     def test_compiled_models(self, x):
         model = Ours()
         compiled = torch.compile(model, backend="eager")
@@ -418,6 +432,27 @@ class TestChoice:
                 model(x)
         assert len(seen[0]) == 1
         model(x)
+
+    def test_more_than_may_be_kept_inside_of_torchscript(self, x):
+        """Which loses the messages of errors."""
+        model = torch.jit.script(Ours())
+        with (
+            pytest.raises(MemoryError, match="max_bytes is 10: ask for less"),
+            attn_ext.record(model, max_bytes=10),
+        ):
+            model(x)
+
+    def test_a_refusal_that_the_model_catches_is_raised_at_the_end(self, x):
+        class Catches(nn.Module):
+            def forward(self, x):
+                try:
+                    return attn_ext.sdpa(x, x, x)
+                except MemoryError:
+                    return x
+
+        model = Catches()
+        with pytest.raises(MemoryError), attn_ext.record(model, max_bytes=10):
+            model(x)
 
     def test_the_default_limit_refuses_before_it_computes(self):
         """A terabyte of weights."""

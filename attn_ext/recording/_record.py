@@ -106,7 +106,8 @@ class record:
         self._model = model
         self._what = _checked_kinds(what)
         self._paths = _module_paths(model)
-        self._layers = _checked_layers(layers, list(self._paths.values()))
+        self._scripted = ScriptedNames(model, self._paths)
+        self._layers = _checked_layers(layers, [*self._paths.values(), *self._scripted.classes])
         self._heads, self._rows, self._top = heads, rows, top
         self._to = None if to is None else Path(to)
         self._max_bytes = MAX_BYTES if max_bytes is None and to is None else max_bytes
@@ -119,8 +120,9 @@ class record:
         self._ran: list[str] = []
         self._order: list[str] = []
         self._bytes = 0
-        self._scripted = ScriptedNames(self._model, self._paths)
-        self._modules = {path: module for module, path in self._paths.items()}
+        self._classes = {path: _class_name(module) for module, path in self._paths.items()}
+        self._classes |= self._scripted.classes
+        self._refused: BaseException | None = None
         self._exit = ExitStack()
         try:
             self._own = self._exit.enter_context(reached_by_transformers(self._model))
@@ -134,7 +136,7 @@ class record:
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         self._exit.close()
-        if error is None:
+        if error is None and self._refused is None:
             try:
                 self._check_recorded()
             except ValueError:
@@ -144,6 +146,9 @@ class record:
         else:
             self._store.abandon()
         self.seen.closed = True
+        if self._refused is not None and error is not self._refused:
+            # TorchScript hands an error on without its message, and a model may have caught it.
+            raise self._refused from None
 
     # Which module runs
 
@@ -175,10 +180,17 @@ class record:
     # What a call shows
 
     def _on_call(self, call: Call) -> None:
+        try:
+            self._record_call(call)
+        except BaseException as error:
+            self._refused = error
+            raise
+
+    def _record_call(self, call: Call) -> None:
         if not self._running and not self._scripted.is_model:
             return  # not of this model
         path = self._scripted.next_call(self._running[-1] if self._running else "")
-        if _class_name(self._modules.get(path)) in _ONE_HEAD:
+        if self._classes.get(path) in _ONE_HEAD:
             call = call.with_head_dim()
         if path not in self._order:
             self._order.append(path)
@@ -330,5 +342,5 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
-def _class_name(module: nn.Module | None) -> str:
+def _class_name(module: nn.Module) -> str:
     return str(getattr(module, "original_name", type(module).__name__))

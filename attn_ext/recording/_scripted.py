@@ -1,8 +1,7 @@
-"""Names of attentions inside of TorchScript, where no Python hook runs.
+"""Names of attentions inside of TorchScript and of exported programs, where no hook of a module runs.
 
-The graph of a scripted module says in which order its modules attend. Where that order does not depend on
-data, the calls seen while it runs are named by it, one after the other; else they have the name of the
-scripted module.
+The graph of such a module says in which order its modules attend. Where that order does not depend on data,
+the calls seen while it runs are named by it, one after the other; else they have the name of the whole.
 """
 
 from typing import Any
@@ -11,20 +10,31 @@ import torch
 from torch import nn
 
 from .. import functional
+from ._watch import OPS
 
 Path = str
 
 
 class ScriptedNames:
-    """Names the calls of the scripted modules in a model."""
+    """Names the calls of the scripted and exported modules in a model.
+
+    Attributes:
+        is_model: whether the model itself is scripted, so that its methods can be called past its hooks.
+        classes: the class of each attention that was named, as far as it is known.
+    """
 
     def __init__(self, model: nn.Module, paths: dict[nn.Module, Path]) -> None:
         self.is_model = isinstance(model, torch.jit.ScriptModule)
+        self.classes: dict[Path, str] = {}
         self._sequences: dict[Path, list[Path]] = {}
         self._counts: dict[Path, int] = {}
         for module, path in paths.items():
             if isinstance(module, torch.jit.ScriptModule):
                 self._sequences[path] = sequence_of(module, path)
+                names = {found: module for module, found in paths.items()}
+                self.classes |= {n: _class_name(names[n]) for n in self._sequences[path] if n in names}
+            elif hasattr(module, "graph") and hasattr(module.graph, "nodes"):
+                self._sequences[path] = self._exported(module, path)
 
     def begin(self, path: Path) -> None:
         self._counts[path] = 0
@@ -37,6 +47,27 @@ class ScriptedNames:
         number = self._counts.get(path, 0)
         self._counts[path] = number + 1
         return sequence[number % len(sequence)]
+
+    def _exported(self, module: Any, path: Path) -> list[Path]:
+        """From the stack of modules that each node of an exported graph carries."""
+        found: list[Path] = []
+        for node in module.graph.nodes:
+            if isinstance(node.target, torch._ops.HigherOrderOperator):
+                return []  # a branch or a loop
+            if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.name not in OPS:
+                continue
+            stack = list((node.meta.get("nn_module_stack") or {}).values())
+            if not stack:
+                return []
+            inner, kind = stack[-1]
+            name = ".".join(filter(None, [path, inner]))
+            found.append(name)
+            self.classes[name] = str(getattr(kind, "__name__", kind)).rpartition(".")[2]
+        return found
+
+
+def _class_name(module: nn.Module) -> str:
+    return str(getattr(module, "original_name", type(module).__name__))
 
 
 def sequence_of(module: Any, path: Path) -> list[Path]:

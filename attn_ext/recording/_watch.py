@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ._call import Call
 
-_OPS = {
+OPS = {
     "attn_ext::sdpa",
     "attn_ext::sdpa_with_weights",
     "attn_ext::sdpa_with_lse",
@@ -60,7 +60,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func._schema.name in _OPS and not _thread.paused and not _in_backward():
+        if func._schema.name in OPS and not _thread.paused and not _in_backward():
             self.tell(call_of(func._schema, args, kwargs))
         return result
 
