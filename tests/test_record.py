@@ -616,6 +616,35 @@ class TestWhereItHolds:
         assert F.scaled_dot_product_attention.__name__ == torch._C._nn.scaled_dot_product_attention.__name__
         assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
 
+    def test_modules_that_run_in_other_threads_name_nothing(self, x):
+        entered, leave = threading.Event(), threading.Event()
+
+        class Waits(nn.Module):
+            def forward(self, x):
+                attn_ext.sdpa(x, x, x)
+                entered.set()
+                leave.wait(10)
+
+        class Meets(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.waits = Waits()
+
+            def forward(self, x):
+                thread = threading.Thread(target=self.waits, args=(x,))
+                thread.start()
+                assert entered.wait(10)
+                output = attn_ext.sdpa(x, x, x)
+                leave.set()
+                thread.join()
+                return output
+
+        model = Meets()
+        with attn_ext.record(model) as seen:
+            model(x)
+        assert seen.layers == ("",)
+        assert len(seen[0]) == 1
+
     def test_shared_modules_have_one_name(self, x):
         shared = Theirs()
         model = nn.Sequential(shared, shared)

@@ -29,6 +29,7 @@ from ._views import View, view_of, words_of
 #: Cells in a page; of more, neighbours are joined to their largest.
 MAX_CELLS = 1 << 28
 THUMB_SIDE = 48
+SCRIPTS = ("draw.js", "head.js", "page.js")
 
 
 def save_page(
@@ -148,7 +149,7 @@ def _top(
     parts = {
         "title": html.escape(title),
         "css": (page / "page.css").read_text(encoding="utf-8"),
-        "js": (page / "page.js").read_text(encoding="utf-8"),
+        "js": "\n".join((page / name).read_text(encoding="utf-8") for name in SCRIPTS),
         "data": json.dumps(data, ensure_ascii=False).replace("<", "\\u003c"),
         "thumbs": _base64(bytes(thumbs)).decode(),
     }
