@@ -1,16 +1,14 @@
 """The op that a traced call becomes."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 
-def compiled(name: str) -> Callable[..., Any]:
+def compiled(name: str) -> Any:
     """``torch.ops.attn_ext.<name>``; while torch exports to ONNX, the same in ONNX's operators."""
     if torch.onnx.is_in_onnx_export():
         from ._onnx.tracing import traced
 
         return traced(name)
-    op: Callable[..., Any] = getattr(torch.ops.attn_ext, name)
-    return op
+    return getattr(torch.ops.attn_ext, name)

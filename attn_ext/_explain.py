@@ -96,9 +96,9 @@ def cpu_capability() -> str:
     Chosen once, when the package is imported: the best that this machine and build have, or what the
     environment variable ``ATTN_EXT_CPU_CAPABILITY`` names. One that is not available is an error at import.
     """
-    return str(_C.cpu_capability())
+    return _C.cpu_capability()
 
 
 def available_cpu_capabilities() -> list[str]:
     """List what ``ATTN_EXT_CPU_CAPABILITY`` may name on this machine, best last."""
-    return list(_C.available_cpu_capabilities())
+    return _C.available_cpu_capabilities()

@@ -1,6 +1,5 @@
 """Loads the C++ library, which registers ``torch.ops.attn_ext``."""
 
-from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -17,6 +16,6 @@ CMAKE_PREFIX_PATH = str(Path(__file__).resolve().parent)
 
 torch.ops.load_library(LIBRARY_PATH)
 
-_C = import_module("attn_ext._C")
+from . import _C as _C  # noqa: E402 - it needs the library
 
 _C.cpu_capability()  # an instruction set that cannot be had is refused now, not in the first call

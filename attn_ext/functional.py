@@ -7,15 +7,20 @@ C function that knows the order of the keywords, which is the same call with les
 compile keyword-only parameters that have defaults.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.jit import is_scripting  # type: ignore[attr-defined]
 
+from . import _library
 from ._compiled import compiled
-from ._library import _C
 
 __all__ = ["sdpa", "sdpa_with_key_mass", "sdpa_with_lse", "sdpa_with_weights"]
+
+#: Untyped, because one variable holds its functions or the ops.
+_C: Any = _library._C
 
 
 def sdpa(

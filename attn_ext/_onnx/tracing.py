@@ -124,7 +124,7 @@ class TorchOperators:
 
     def attention(
         self,
-        inputs: Sequence[Tensor | None],
+        inputs: Sequence[Any],
         attributes: dict[str, Any],
         sizes: Sequence[Sequence[Size]],
         dtype: str,
