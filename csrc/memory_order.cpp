@@ -60,7 +60,7 @@ MemoryOrder memory_order(const at::Tensor& input, int64_t dims) {
 }
 
 at::Tensor in_order(const at::Tensor& tensor, const MemoryOrder& order) {
-  MemoryOrder back(order.size());
+  MemoryOrder back = contiguous_order(static_cast<int64_t>(order.size()));
   for (size_t place = 0; place < order.size(); ++place) {
     back[static_cast<size_t>(order[place])] = static_cast<int64_t>(place);
   }
