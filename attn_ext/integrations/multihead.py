@@ -66,20 +66,15 @@ class ConvertedMultiheadAttention(nn.MultiheadAttention):
         return output, weights
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        sizes = [self.embed_dim, self.embed_dim, self.embed_dim]
+        heads, features = self.num_heads, self.head_dim
         if self.in_proj_weight is not None:
-            query, key, value = project_packed(
-                query, key, value, self.in_proj_weight, self.in_proj_bias, sizes
-            )
-        else:
-            biases = split_bias(self.in_proj_bias, sizes)
-            query = F.linear(query, self.q_proj_weight, biases[0])
-            key = F.linear(key, self.k_proj_weight, biases[1])
-            value = F.linear(value, self.v_proj_weight, biases[2])
+            weight, bias = self.in_proj_weight, self.in_proj_bias
+            return project_packed(query, key, value, weight, bias, [heads] * 3, [features] * 3)
+        biases = split_bias(self.in_proj_bias, [self.embed_dim] * 3)
         return (
-            split_heads(query, self.num_heads, self.head_dim),
-            split_heads(key, self.num_heads, self.head_dim),
-            split_heads(value, self.num_heads, self.head_dim),
+            split_heads(F.linear(query, self.q_proj_weight, biases[0]), heads, features),
+            split_heads(F.linear(key, self.k_proj_weight, biases[1]), heads, features),
+            split_heads(F.linear(value, self.v_proj_weight, biases[2]), heads, features),
         )
 
     def _attend(
@@ -117,6 +112,8 @@ class ConvertedMultiheadAttention(nn.MultiheadAttention):
             return False
         if not (is_plain(query) and is_plain(key) and is_plain(value) and self._fit(query, key, value)):
             return False
+        if attn_mask is None and key_padding_mask is None:
+            return True
         # Without a batch: as if the batch were of 1.
         length = 1 if self.batch_first and query.dim() == 3 else 0
         batch = [query.size(1 - length)] if query.dim() == 3 else []
@@ -130,6 +127,9 @@ class ConvertedMultiheadAttention(nn.MultiheadAttention):
     def _fit(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Whether the three are of shapes that go together, and none is nested."""
         dims = query.dim()
+        if query is key and key is value:
+            size = query.size(-1) if dims in (2, 3) and not query.is_nested else -1
+            return (size, size, size) == (self.embed_dim, self.kdim, self.vdim)
         if query.is_nested or key.is_nested or value.is_nested:
             return False
         if dims not in (2, 3) or key.dim() != dims or value.dim() != dims:

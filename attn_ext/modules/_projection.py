@@ -6,20 +6,41 @@ from torch import Tensor
 
 
 def project_packed(
-    query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None, sizes: list[int]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    heads: list[int],
+    features: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One product for what is one tensor; ``sizes`` says how many rows of ``weight`` are for which."""
+    """One product for what is one tensor, and the heads of each: (…, heads, length, features).
+
+    ``heads`` and ``features`` are those of query, key and value, whose weights follow one another.
+    """
+    sizes = [heads[0] * features[0], heads[1] * features[1], heads[2] * features[2]]
     if query is key and key is value:
-        projected = F.linear(query, weight, bias).split_with_sizes(sizes, dim=-1)
-        return projected[0], projected[1], projected[2]
-    weights = weight.split_with_sizes(sizes)
-    query_bias, key_bias, value_bias = split_bias(bias, sizes)
-    query = F.linear(query, weights[0], query_bias)
-    if key is value:
+        projected = F.linear(query, weight, bias)
+        if features[0] == features[2]:  # then all heads are split at once, which short calls feel
+            together = torch.unflatten(projected, -1, [heads[0] + heads[1] + heads[2], features[0]])
+            parts = together.split_with_sizes(heads, dim=-2)
+            return parts[0].transpose(-3, -2), parts[1].transpose(-3, -2), parts[2].transpose(-3, -2)
+        parts = projected.split_with_sizes(sizes, dim=-1)
+        query, key, value = parts[0], parts[1], parts[2]
+    elif key is value:
         rest_bias = None if bias is None else bias[sizes[0] :]
-        rest = F.linear(key, weight[sizes[0] :], rest_bias).split_with_sizes(sizes[1:], dim=-1)
-        return query, rest[0], rest[1]
-    return query, F.linear(key, weights[1], key_bias), F.linear(value, weights[2], value_bias)
+        parts = F.linear(key, weight[sizes[0] :], rest_bias).split_with_sizes(sizes[1:], dim=-1)
+        query = F.linear(query, weight[: sizes[0]], None if bias is None else bias[: sizes[0]])
+        key, value = parts[0], parts[1]
+    else:
+        weights, biases = weight.split_with_sizes(sizes), split_bias(bias, sizes)
+        query, key = F.linear(query, weights[0], biases[0]), F.linear(key, weights[1], biases[1])
+        value = F.linear(value, weights[2], biases[2])
+    return (
+        split_heads(query, heads[0], features[0]),
+        split_heads(key, heads[1], features[1]),
+        split_heads(value, heads[2], features[2]),
+    )
 
 
 def split_bias(bias: Tensor | None, sizes: list[int]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -226,16 +226,14 @@ class MultiHeadAttention(AttentionModule):
 
     def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The query, key and value that the op is given: (…, heads, length, features of a head)."""
+        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        features = [self.head_dim, self.head_dim, self.value_dim]
         if self.in_proj_weight is not None:
-            query, key, value = project_packed(
-                query, key, value, self.in_proj_weight, self.in_proj_bias, self.out_dims
-            )
-        else:
-            query, key, value = self.query_proj(query), self.key_proj(key), self.value_proj(value)
+            return project_packed(query, key, value, self.in_proj_weight, self.in_proj_bias, heads, features)
         return (
-            split_heads(query, self.num_heads, self.head_dim),
-            split_heads(key, self.num_kv_heads, self.head_dim),
-            split_heads(value, self.num_kv_heads, self.value_dim),
+            split_heads(self.query_proj(query), heads[0], features[0]),
+            split_heads(self.key_proj(key), heads[1], features[1]),
+            split_heads(self.value_proj(value), heads[2], features[2]),
         )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
