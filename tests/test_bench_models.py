@@ -3,10 +3,13 @@
 import json
 import re
 import subprocess
+import types
 
 import pytest
 import torch
 from torch import nn
+
+import attn_ext
 
 pytest.importorskip("transformers")
 
@@ -128,6 +131,20 @@ class TestCommand:
         finally:
             monkeypatch.undo()
             models.integration.register()
+
+    def test_models_of_other_libraries_are_converted_too(self, file, monkeypatch):
+        """By `attn_ext.convert`, and put back by its report."""
+        done = []
+        report = types.SimpleNamespace(undo=lambda: done.append("undone"))
+        monkeypatch.setattr(
+            attn_ext, "convert", lambda model: done.append(type(model)) or report, raising=False
+        )
+        workload = models.load(models.Spec(f"{file}:convolutions"))
+        contenders = models.Contenders(workload.model)
+        assert contenders.default == "default"
+        with contenders.using("attn_ext"):
+            assert done == [nn.Conv1d]
+        assert done == [nn.Conv1d, "undone"]
 
     @pytest.mark.parametrize(
         ("arguments", "message"),

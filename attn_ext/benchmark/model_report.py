@@ -9,6 +9,10 @@ from .models import OURS
 from .report import NOT_MEASURED, NOTHING, aligned, in_markdown, time_in_words
 from .timing import UNSTEADY, Timing
 
+WARNING = (
+    "warning: some figures are rough or missing; measure again on an idle machine, or with more --rounds."
+)
+
 __all__ = ["Result", "as_json", "as_markdown", "as_table", "make_result", "warning"]
 
 
@@ -90,7 +94,7 @@ def warning(results: Sequence[Result]) -> str | None:
         lines += [
             f"  {place}: memory of {n}: {why}" for n, why in result.memory.items() if isinstance(why, str)
         ]
-    return "\n".join(["warning: some figures are rough or missing.", *lines]) if lines else None
+    return "\n".join([WARNING, *lines]) if lines else None
 
 
 def _groups(results: Sequence[Result]) -> list[tuple[str, list[list[str]], str]]:
