@@ -1,6 +1,8 @@
 """Masked scaled dot-product attention for PyTorch, as a C++ operator with every derivative."""
 
-from . import _flops, _vmap, plot, recording, reference
+from typing import TYPE_CHECKING, Any
+
+from . import _flops, _vmap, reference
 from . import _library as _library
 from ._build_info import version as __version__
 from ._explain import Explanation, available_cpu_capabilities, cpu_capability, explain
@@ -8,7 +10,10 @@ from .functional import sdpa, sdpa_with_key_mass, sdpa_with_lse, sdpa_with_weigh
 from .integrations.convert import convert
 from .integrations.override import override_sdpa
 from .modules import CrossAttention, MultiHeadAttention, ScaledDotProductAttention, SelfAttention
-from .recording import record
+
+if TYPE_CHECKING:
+    from . import plot, recording
+    from .recording import record
 
 #: For CMake's CMAKE_PREFIX_PATH, as `torch.utils.cmake_prefix_path` is: find_package(attn_ext) looks there.
 cmake_prefix_path: str = _library.CMAKE_PREFIX_PATH
@@ -38,3 +43,20 @@ __all__ = [
     "sdpa_with_lse",
     "sdpa_with_weights",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What not every program needs is imported when it is first asked for."""
+    if name == "record":
+        from .recording import record
+
+        return record
+    if name in ("plot", "recording"):
+        from importlib import import_module
+
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -317,9 +317,15 @@ def test_importing_the_package_imports_no_matplotlib():
     import subprocess
     import sys
 
-    code = "import attn_ext, sys; print([m for m in ('matplotlib', 'pandas') if m in sys.modules])"
+    late = ("matplotlib", "pandas", "attn_ext.plot", "attn_ext.recording")
+    code = (
+        f"import attn_ext, sys; print([m for m in {late} if m in sys.modules], attn_ext.plot.save.__name__)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    assert done.stdout == "[] save\n"
+    assert {"plot", "record", "recording"} < set(dir(attn_ext))
+    with pytest.raises(AttributeError, match="module 'attn_ext' has no attribute 'plots'"):
+        attn_ext.plots  # noqa: B018
 
 
 def test_words_may_be_in_any_script():

@@ -255,11 +255,13 @@ def panel_inches(words: int) -> float:
 
 def _draw_panel(axes: "Axes", weights: Tensor, top: float, theme: Theme) -> Any:
     """The weights (rows, columns) of one head as an image."""
+    if weights.numel() == 0:
+        weights = weights.new_zeros(1, 1)
     num_rows, num_columns = weights.shape
     image = axes.imshow(weights.numpy(), cmap=color_map(theme), vmin=0.0, vmax=top, aspect="auto")
     axes.tick_params(length=0, labelsize=8.5, labelcolor=theme.ink, color=theme.faint)
     _without_frame(axes)
-    if _is_small(num_rows, num_columns) and weights.numel():
+    if _is_small(num_rows, num_columns):
         axes.set_xticks([j - 0.5 for j in range(1, num_columns)], minor=True)
         axes.set_yticks([i - 0.5 for i in range(1, num_rows)], minor=True)
         axes.grid(which="minor", color=theme.paper, linewidth=1.2)
