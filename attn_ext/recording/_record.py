@@ -261,8 +261,8 @@ class record:
 
 
 def _kept(tensor: Tensor) -> Tensor:
-    """On the CPU, and not a view of something larger or an input."""
-    return tensor.detach().to("cpu", copy=True).contiguous()
+    """On the CPU; it was computed for the record alone."""
+    return tensor.detach().cpu().contiguous()
 
 
 def _bytes_of(what: str, calls: list[Call], top: int) -> int:
