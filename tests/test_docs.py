@@ -31,6 +31,7 @@ WITH_EXAMPLES = {
     "attn_ext.modules.multi_head_attention",
     "attn_ext.modules.scaled_dot_product_attention",
     "attn_ext.modules.self_attention",
+    "attn_ext.onnx",
     "attn_ext.plot._heads",
     "attn_ext.plot._lines",
     "attn_ext.plot._style",

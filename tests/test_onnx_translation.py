@@ -185,6 +185,12 @@ def test_refuses_other_opsets(opset):
         attn_ext.onnx.translation_table(opset)
 
 
+def test_says_which_extra_is_missing(monkeypatch):
+    monkeypatch.setattr(attn_ext.onnx, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install 'attn_ext\[onnx\]'"):
+        attn_ext.onnx.translation_table()
+
+
 def test_refuses_dropout():
     arguments = Case("dropout", options={"dropout_p": 0.1}).build(torch.float32)
     with pytest.raises(ValueError, match=r"expected dropout_p to be 0 .* got 0.1: call model.eval\(\)"):

@@ -204,8 +204,12 @@ def _internal(opset: int) -> Callable[..., Any]:
 
     def translation(*args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        call = Call(**{name: value for name, value in given.items() if name in of_call})
-        needs = {name: given[name] for name in ("need_weights", "need_key_mass")}
+        call = Call(**{name: given.pop(name) for name in of_call if name in given})
+        needs = {name: given.pop(name) for name in ("need_weights", "need_key_mass")}
+        del given["dropout_seed"]  # which nobody reads: dropout is refused
+        unknown = [name for name, value in given.items() if value is not None and value is not False]
+        if unknown:
+            raise ValueError(f"attn_ext: expected no {unknown[0]}, which has no counterpart in ONNX")
         op = OnnxOperators(Opset("", opset))
         outputs = lower(op, call, **needs)
         # Apart from the node, which gives no lse: the export drops what nobody reads.
