@@ -12,7 +12,7 @@ from .integrations.override import override_sdpa
 from .modules import CrossAttention, MultiHeadAttention, ScaledDotProductAttention, SelfAttention
 
 if TYPE_CHECKING:
-    from . import plot, recording
+    from . import onnx, plot, recording
     from .recording import record
 
 #: For CMake's CMAKE_PREFIX_PATH, as `torch.utils.cmake_prefix_path` is: find_package(attn_ext) looks there.
@@ -33,6 +33,7 @@ __all__ = [
     "convert",
     "cpu_capability",
     "explain",
+    "onnx",
     "override_sdpa",
     "plot",
     "record",
@@ -51,7 +52,7 @@ def __getattr__(name: str) -> Any:
         from .recording import record
 
         return record
-    if name in ("plot", "recording"):
+    if name in ("onnx", "plot", "recording"):
         from importlib import import_module
 
         return import_module(f"{__name__}.{name}")

@@ -3,6 +3,7 @@
 import contextlib
 import doctest
 import importlib
+import importlib.util
 import io
 import json
 import pkgutil
@@ -66,6 +67,12 @@ def blocks(document: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text_of(document), re.MULTILINE | re.DOTALL)
 
 
+def needs_of(block: str, document: str) -> list[str]:
+    before = text_of(document).partition(f"```python\n{block}")[0]
+    needed = re.search(r"<!-- needs: (.*?) -->\n\Z", before)
+    return needed[1].split() if needed else []
+
+
 def with_blocks(language: str) -> list[str]:
     return [document for document in DOCUMENTS if blocks(document, language)]
 
@@ -75,13 +82,17 @@ def with_blocks(language: str) -> list[str]:
 def test_examples_of_documents(document, tmp_path, monkeypatch):
     """Block by block in one session; `print(...)  # text` prints that text.
 
-    What a document needs beside torch it says in a comment, as in `<!-- needs: transformers -->`.
+    What a document needs beside torch it says in its first line, as in `<!-- needs: transformers -->`;
+    what one block needs, in the line before it.
     """
-    for package in " ".join(re.findall(r"<!-- needs: (.*?) -->", text_of(document))).split():
-        pytest.importorskip(package)
+    if needed := re.match(r"<!-- needs: (.*?) -->", text_of(document)):
+        for package in needed[1].split():
+            pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     session: dict[str, object] = {}
     for block in blocks(document, "python"):
+        if any(importlib.util.find_spec(package) is None for package in needs_of(block, document)):
+            continue
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile(block, document, "exec"), session)

@@ -30,7 +30,8 @@ _PLAIN_TYPES = (Tensor, nn.Parameter)
 class SdpaCalls:
     """What became of the calls of ``F.scaled_dot_product_attention`` while this was on.
 
-    Made by :func:`override_sdpa`, on inside of ``with``, or between :meth:`enable` and :meth:`disable`.
+    Made by :func:`attn_ext.override_sdpa`, on inside of ``with``, or between :meth:`enable` and
+    :meth:`disable`.
 
     Attributes:
         taken: calls that attn_ext computed.

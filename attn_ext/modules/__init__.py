@@ -5,4 +5,10 @@ from .multi_head_attention import MultiHeadAttention
 from .scaled_dot_product_attention import ScaledDotProductAttention
 from .self_attention import SelfAttention
 
-__all__ = ["CrossAttention", "MultiHeadAttention", "ScaledDotProductAttention", "SelfAttention"]
+__all__ = [
+    "AttentionModule",
+    "CrossAttention",
+    "MultiHeadAttention",
+    "ScaledDotProductAttention",
+    "SelfAttention",
+]

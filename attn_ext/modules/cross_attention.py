@@ -19,8 +19,8 @@ class CrossAttention(AttentionModule):
         value_dim: features of values and output, :math:`D_v`; ``head_dim`` if None.
         bias: whether the three projections have biases.
         dropout: probability that a weight is dropped, in training only.
-        options: ``scale``, ``window_left``, ``window_right``, ``softcap`` and ``sinks`` of
-            :class:`AttentionModule`, meant as in :func:`attn_ext.sdpa`; ``sinks=True`` learns one.
+        options: ``scale``, ``window_left``, ``window_right``, ``softcap`` and ``sinks``,
+            meant as in :func:`attn_ext.sdpa`; ``sinks=True`` learns one.
 
     Raises:
         ValueError: a size that is not greater than 0; a ``dropout`` outside of [0, 1]; a negative window or

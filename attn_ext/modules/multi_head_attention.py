@@ -34,8 +34,8 @@ class MultiHeadAttention(AttentionModule):
             all of them; None: where the three inputs have ``embed_dim`` features. Not packed, they are the
             modules ``query_proj``, ``key_proj`` and ``value_proj``, to be shared or changed one by one.
         dropout: probability that a weight is dropped, in training only.
-        options: ``scale``, ``window_left``, ``window_right``, ``softcap`` and ``sinks`` of
-            :class:`AttentionModule`, meant as in :func:`attn_ext.sdpa`; ``sinks=True`` learns one a head.
+        options: ``scale``, ``window_left``, ``window_right``, ``softcap`` and ``sinks``,
+            meant as in :func:`attn_ext.sdpa`; ``sinks=True`` learns one a head.
 
     Attributes:
         in_proj_weight: packed, the weights of query, key and value one above the other,

@@ -15,8 +15,8 @@ class ScaledDotProductAttention(AttentionModule):
     Args:
         dropout: probability that a weight is dropped, in training only.
         num_heads: :math:`H`; only sinks need to know.
-        options: ``scale``, ``window_left``, ``window_right``, ``softcap`` and ``sinks`` of
-            :class:`AttentionModule`, meant as in :func:`attn_ext.sdpa`; ``sinks=True`` learns one a head, and
+        options: ``scale``, ``window_left``, ``window_right``, ``softcap`` and ``sinks``,
+            meant as in :func:`attn_ext.sdpa`; ``sinks=True`` learns one a head, and
             needs ``num_heads``.
 
     Raises:

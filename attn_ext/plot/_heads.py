@@ -58,7 +58,7 @@ def heatmap(
         largest: the weight of the strongest colour, to compare pictures.
 
     Returns:
-        The axes; their ``figure`` can be saved by :func:`save`.
+        The axes; their ``figure`` can be saved by :func:`~attn_ext.plot.save`.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -103,7 +103,9 @@ def heads(
 
     Args:
         weights: (H, Lq, Lk).
-        tokens, row_tokens, dark: as in :func:`heatmap`.
+        tokens: as in :func:`~attn_ext.plot.heatmap`.
+        row_tokens: the same.
+        dark: the same.
         title: above all.
         names: above each head; "head 1" and so on if None.
 
@@ -163,7 +165,8 @@ def grid(
     Args:
         weights: one tensor a layer, (H, Lq, Lk).
         names: the names of the layers; numbers if None.
-        title, dark: as in :func:`heatmap`.
+        title: as in :func:`~attn_ext.plot.heatmap`.
+        dark: the same.
 
     Raises:
         ImportError: matplotlib is missing.

@@ -30,7 +30,9 @@ def key_mass(
     Args:
         mass: (Lk,) or (H, Lk).
         tokens: the words of the keys; numbers if None.
-        axes, title, dark: as in :func:`heatmap`.
+        axes: as in :func:`~attn_ext.plot.heatmap`.
+        title: the same.
+        dark: the same.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -93,7 +95,9 @@ def entropy(
     Args:
         entropies: one tensor a layer, (H, Lq).
         names: the names of the layers; numbers if None.
-        axes, title, dark: as in :func:`heatmap`.
+        axes: as in :func:`~attn_ext.plot.heatmap`.
+        title: the same.
+        dark: the same.
 
     Raises:
         ImportError: matplotlib is missing.

@@ -39,6 +39,9 @@ class record:
     and for TorchScript. The model's outputs stay what they are: what is recorded is computed beside the call,
     without gradients, from the same query, key and mask.
 
+    The block is given a :class:`~attn_ext.recording.Recording`: ``seen[path]`` is a list, one tensor a call,
+    on the CPU. Each generated token is a call.
+
     Args:
         model: the model that runs inside the ``with`` block; other models there are not recorded.
         what: one or several of ``"weights"`` (Lq by Lk a head), ``"key_mass"`` (the sum of the weights that
@@ -53,10 +56,6 @@ class record:
         max_bytes: the most that may be kept; by default 2 GiB in memory, and no limit in a file.
         to: a file to write to instead of keeping tensors in memory, ``.npz`` of NumPy, which
             :func:`attn_ext.recording.load` reads. It appears when the block ends without an error.
-
-    Returns:
-        On entry, a :class:`~attn_ext.recording.Recording`: ``seen[path]`` is a list, one tensor a call, on
-        the CPU. Each generated token is a call.
 
     Raises:
         TypeError: ``model`` is no module.

@@ -39,7 +39,7 @@ class Recording:
 
     ``seen[path]`` is a list with one tensor for each call of the attention at ``path``, of the first kind
     that ``what`` names; ``seen[path, "lse"]`` is of that kind. ``seen[0]`` is the first layer. ``"top"``
-    gives :class:`Top`, a pair of weights and keys.
+    gives :class:`~attn_ext.recording.Top`, a pair of weights and keys.
 
     Attributes:
         layers: paths of the attentions, in the order of their first calls.
@@ -156,7 +156,7 @@ class Recording:
         """A picture: all heads of ``layer``, or without it an overview of all layers and heads.
 
         Recorded weights become heat maps, key mass words over bars, and entropies a line a layer. ``options``
-        are those of the functions of :mod:`attn_ext.plot`, and ``call`` and ``batch``, which say what is
+        are those of the functions of ``attn_ext.plot``, and ``call`` and ``batch``, which say what is
         drawn.
 
         Raises:
