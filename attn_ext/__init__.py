@@ -1,18 +1,19 @@
 """Masked scaled dot-product attention for PyTorch, as a C++ operator with every derivative."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import _flops, _vmap, reference
+from . import _flops, _vmap
 from . import _library as _library
 from ._build_info import version as __version__
 from ._explain import Explanation, available_cpu_capabilities, cpu_capability, explain
 from .functional import sdpa, sdpa_with_key_mass, sdpa_with_lse, sdpa_with_weights
-from .integrations.convert import convert
-from .integrations.override import override_sdpa
 from .modules import CrossAttention, MultiHeadAttention, ScaledDotProductAttention, SelfAttention
 
 if TYPE_CHECKING:
-    from . import onnx, plot, recording
+    from . import onnx, plot, recording, reference
+    from .integrations.convert import convert
+    from .integrations.override import override_sdpa
     from .recording import record
 
 #: For CMake's CMAKE_PREFIX_PATH, as `torch.utils.cmake_prefix_path` is: find_package(attn_ext) looks there.
@@ -46,16 +47,20 @@ __all__ = [
 ]
 
 
+#: What not every program needs is imported when it is first asked for.
+_LAZY = {
+    "convert": ".integrations.convert",
+    "override_sdpa": ".integrations.override",
+    "record": ".recording",
+}
+_LAZY_MODULES = ("onnx", "plot", "recording", "reference")
+
+
 def __getattr__(name: str) -> Any:
-    """What not every program needs is imported when it is first asked for."""
-    if name == "record":
-        from .recording import record
-
-        return record
-    if name in ("onnx", "plot", "recording"):
-        from importlib import import_module
-
-        return import_module(f"{__name__}.{name}")
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name], __name__), name)
+    if name in _LAZY_MODULES:
+        return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
