@@ -20,8 +20,10 @@ ATTN_EXT_INLINE bool keys_centre(const BackwardParams& params) {
 }
 
 constexpr int64_t kCentreKeys = 256;
+constexpr int kOutlier = 16;  // times the mean size
 
-// centre (padded D) = the mean of the head's first keys, 0 where that is not finite.
+// centre (padded D) = the mean of the head's first keys; 0 where that is not finite, or where a key that lies
+// far from the others has made it, which is far from the keys that have the weights then.
 template <typename S>
 void set_centre(const BackwardParams& params, int64_t batch, int64_t key_head, typename S::Accum* centre) {
   using T = typename S::Accum;
@@ -29,7 +31,7 @@ void set_centre(const BackwardParams& params, int64_t batch, int64_t key_head, t
   const int64_t dim = params.shape.head_dim, count = smaller(kCentreKeys, params.shape.key_len);
   const Matrix<Element> key = rows_of<Element>(params.key, batch, key_head, 0, count, dim);
   for (int64_t d = 0; d < padded_dim<S>(dim); d += S::kLane) {
-    Vec<T> sum = {};
+    Vec<T> sum = {}, sizes = {}, largest = {};
     for (int64_t j = 0; j < count; ++j) {
       const Element* from = key.data + j * key.row_stride + d * key.column_stride;
       Element block[kLanes<T>];
@@ -37,10 +39,14 @@ void set_centre(const BackwardParams& params, int64_t batch, int64_t key_head, t
         gather_block(key, j, 1, d, S::kLane, block);
         from = block;
       }
-      sum += load_compute(from);
+      const Vec<T> key_lanes = load_compute(from), size = maximum(key_lanes, -key_lanes);
+      sum += key_lanes;
+      sizes += size;
+      largest = maximum(largest, size);
     }
-    const Vec<T> mean = sum * (static_cast<T>(1) / static_cast<T>(count));
-    store(centre + d, mean - mean == Vec<T>{} ? mean : Vec<T>{});
+    const T share = static_cast<T>(1) / static_cast<T>(count);
+    const Vec<T> mean = sum * share, limit = sizes * (share * kOutlier);
+    store(centre + d, (mean - mean == Vec<T>{}) & (largest <= limit) ? mean : Vec<T>{});
   }
 }
 
