@@ -161,7 +161,7 @@ class TestCommand:
             (["{folder}/mne.py:tiny"], r"there is no file .*mne.py \(did you mean .*mine.py\?\)"),
             (["{file}:number"], r"number should return \(nn.Module, inputs\), got int"),
             (["{file}:text"], r"text should return its inputs as a dict or a tuple, got str"),
-            (["{file}:convolutions"], "no attention of Conv1d can be reached"),
+            (["{file}:convolutions"], "a model with attention, but found none among the 1 modules of Conv1d"),
             (["{file}:convolutions", "--batch", "3"], "takes no --batch: its factory has no parameter"),
             (
                 ["{file}:convolutions", "--task", "generation"],

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from test_override import torchvision_module
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.testing import assert_close
@@ -509,15 +508,10 @@ class TestTransformersLibrary:
         assert self.log == []
 
 
-@pytest.fixture(scope="module")
-def torchvision():
-    yield from torchvision_module()
-
-
-@pytest.mark.usefixtures("torchvision")
 class TestModelsOfOthers:
     @pytest.mark.parametrize("gradients", [True, False])
-    def test_torchvision(self, torchvision, gradients, count_calls):
+    def test_torchvision(self, gradients, count_calls):
+        torchvision = pytest.importorskip("torchvision")
         theirs = torchvision.models.VisionTransformer(32, 16, 2, 4, 32, 64, num_classes=3).eval()
         nn.init.normal_(theirs.heads.head.weight)
         ours = converted(theirs)
@@ -526,7 +520,8 @@ class TestModelsOfOthers:
             assert_close(ours(x), theirs(x), atol=1e-4, rtol=1e-4)
         assert len(count_calls) == 2
 
-    def test_torchvision_swin_has_its_own(self, torchvision):
+    def test_torchvision_swin_has_its_own(self):
+        torchvision = pytest.importorskip("torchvision")
         swin = torchvision.models.SwinTransformer([4, 4], 16, [2], [2], [4, 4])
         with pytest.raises(ValueError, match=r"ShiftedWindowAttention has an attention of its own"):
             attn_ext.convert(swin)

@@ -404,7 +404,7 @@ def site_packages(python: Path) -> Path:
 
 def requirement_of_torch(folder: Path) -> list[str]:
     (distribution,) = metadata.distributions(name="attn_ext", path=[str(folder)])
-    return [r for r in distribution.requires or [] if r.startswith("torch")]
+    return [r for r in distribution.requires or [] if re.match(r"torch\b", r)]
 
 
 def link_this_torch(python: Path) -> Path:

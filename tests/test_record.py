@@ -597,6 +597,8 @@ class TestWhereItHolds:
             assert torch.equal(inner[path][0], outer[path][0])
 
     def test_threads_record_their_own_calls(self, x):
+        import torch._dynamo
+
         model = nn.Sequential(Theirs(), Ours())
         barrier = threading.Barrier(3)
         seen = {}
@@ -615,6 +617,7 @@ class TestWhereItHolds:
             assert {len(calls) for calls in seen[name].calls.values()} == {name}
         assert F.scaled_dot_product_attention.__name__ == torch._C._nn.scaled_dot_product_attention.__name__
         assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+        assert torch._dynamo.eval_frame._stance.stance == "default"  # compiled models compile again
 
     def test_modules_that_run_in_other_threads_name_nothing(self, x):
         entered, leave = threading.Event(), threading.Event()

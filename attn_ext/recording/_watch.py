@@ -16,7 +16,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from types import BuiltinFunctionType
 from typing import Any, cast
@@ -197,10 +197,12 @@ class _Patches:
         self.lock = threading.Lock()
         self.users = 0
         self.undo: list[Callable[[], None]] = []
+        self.eager = False  # compiled models
 
     def install(self) -> None:
         with self.lock:
             self.users += 1
+            self._run_compiled_models_eagerly()
             if self.users > 1:
                 return
             self._put("scaled_dot_product_attention", _watched_sdpa)
@@ -214,6 +216,15 @@ class _Patches:
             self.users -= 1
             while self.users == 0 and self.undo:
                 self.undo.pop()()
+            self.eager = self.eager and self.users > 0
+
+    def _run_compiled_models_eagerly(self) -> None:
+        """They would run kernels that no longer call anything by name. The stance is one for all threads."""
+        if self.eager or "torch._dynamo" not in sys.modules or not hasattr(torch.compiler, "set_stance"):
+            return
+        stance = torch.compiler.set_stance("force_eager")
+        self.undo.append(lambda: stance.__exit__(None, None, None))
+        self.eager = True
 
     def _put(self, name: str, watched: Callable[[Any], Any]) -> None:
         """In torch, and in every module that has taken the function over by its name."""
@@ -241,13 +252,9 @@ _patches = _Patches()
 @contextmanager
 def watching(watcher: Watcher) -> Iterator[None]:
     """While this holds, ``watcher`` is told of the calls of this thread."""
-    eager: Any = nullcontext()
-    if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
-        # A compiled model would run kernels that no longer call anything by name.
-        eager = torch.compiler.set_stance("force_eager")
     _patches.install()
     try:
-        with eager, watcher:
+        with watcher:
             _thread.watchers.append(watcher)
             try:
                 yield
