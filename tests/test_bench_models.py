@@ -7,6 +7,7 @@ import types
 
 import pytest
 import torch
+from conftest import TORCHVISION
 from torch import nn
 
 import attn_ext
@@ -188,6 +189,9 @@ class TestCommand:
 
 
 class TestMemory:
+    @pytest.mark.skipif(
+        TORCHVISION is not None, reason="a process of its own imports no transformers beside this torchvision"
+    )
     def test_sees_what_attention_holds(self, file):
         """Eager holds 16 x 2000 x 2000 scores, 256 MB, more than once; ours holds none."""
         spec = models.Spec(f"{file}:attends", length=2000)
