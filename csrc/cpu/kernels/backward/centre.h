@@ -46,7 +46,8 @@ void set_centre(const BackwardParams& params, int64_t batch, int64_t key_head, t
     }
     const T share = static_cast<T>(1) / static_cast<T>(count);
     const Vec<T> mean = sum * share, limit = sizes * (share * kOutlier);
-    store(centre + d, (mean - mean == Vec<T>{}) & (largest <= limit) ? mean : Vec<T>{});
+    const Vec<Bits<T>> is_central = (mean - mean == Vec<T>{}) & (largest <= limit);
+    store(centre + d, is_central ? mean : Vec<T>{});
   }
 }
 
