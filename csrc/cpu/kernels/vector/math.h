@@ -100,28 +100,42 @@ ATTN_EXT_INLINE Vec<T> exp2(Vec<T> x) {
 #endif
 }
 
-// Numbers that stay finite in units of log2 if they are finite; NaN and Inf stay.
+// x where that is NaN or Inf, y elsewhere.
 template <typename T>
-ATTN_EXT_INLINE Vec<T> in_log2(Vec<T> x) {
+ATTN_EXT_INLINE Vec<T> nonfinite_or(Vec<T> x, Vec<T> y) {
+#if defined(__AVX512DQ__)
+  constexpr int kNonfinite = 0x99;
+  if constexpr (sizeof(T) == 4) {
+    return (Vec<T>)_mm512_mask_mov_ps((__m512)y, _mm512_fpclass_ps_mask((__m512)x, kNonfinite), (__m512)x);
+  } else {
+    return (Vec<T>)_mm512_mask_mov_pd((__m512d)y, _mm512_fpclass_pd_mask((__m512d)x, kNonfinite), (__m512d)x);
+  }
+#else
+  return x - x == Vec<T>{} ? y : x;
+#endif
+}
+
+// Finite numbers, which stay so, in units of log2; anything for others.
+template <typename T>
+ATTN_EXT_INLINE Vec<T> finite_in_log2(Vec<T> x) {
   const Vec<T> y = x * static_cast<T>(kLog2E);
 #if defined(__AVX512DQ__)
-  constexpr int kNonfinite = 0x99, kSmallerSize = 0x2;  // NaN and both Inf; the sign of the first
+  constexpr int kSmallerSize = 0x2;  // with the sign of the first
   const Vec<T> largest = broadcast(FloatFormat<T>::kLargest);
   if constexpr (sizeof(T) == 4) {
-    const __mmask16 nonfinite = _mm512_fpclass_ps_mask((__m512)x, kNonfinite);
-    return (Vec<T>)_mm512_mask_mov_ps(_mm512_range_ps((__m512)y, (__m512)largest, kSmallerSize), nonfinite,
-                                      (__m512)x);
+    return (Vec<T>)_mm512_range_ps((__m512)y, (__m512)largest, kSmallerSize);
   } else {
-    const __mmask8 nonfinite = _mm512_fpclass_pd_mask((__m512d)x, kNonfinite);
-    return (Vec<T>)_mm512_mask_mov_pd(_mm512_range_pd((__m512d)y, (__m512d)largest, kSmallerSize), nonfinite,
-                                      (__m512d)x);
+    return (Vec<T>)_mm512_range_pd((__m512d)y, (__m512d)largest, kSmallerSize);
   }
 #else
   const Vec<T> lowest = broadcast(-FloatFormat<T>::kLargest);
-  const Vec<T> raised = maximum(lowest, y);
-  const Vec<T> bounded = -maximum(lowest, -raised);
-  return x - x == Vec<T>{} ? bounded : x;
+  return -maximum(lowest, -maximum(lowest, y));
 #endif
+}
+
+template <typename T>
+ATTN_EXT_INLINE Vec<T> in_log2(Vec<T> x) {
+  return nonfinite_or<T>(x, finite_in_log2<T>(x));
 }
 
 // A finite number that stays finite in units of log2.
