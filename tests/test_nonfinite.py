@@ -231,6 +231,26 @@ def test_an_infinite_score_outweighs_a_bias_at_the_end_of_the_range(shape, dtype
     assert torch.equal(lse == INF, expected_lse == INF)
 
 
+@pytest.mark.parametrize("shape", [(1, 16), (13, 5), (20, 40), (20, 300), (3, 300)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("softcap", [0.0, 4.0])
+@pytest.mark.parametrize("of_a_key", [NAN, -INF])
+def test_a_bias_of_inf_does_not_outweigh_what_is_not_a_number(shape, dtype, softcap, of_a_key):
+    rows, keys = shape
+    query, key, value = torch.ones(rows, 5), torch.randn(keys, 5), torch.randn(keys, 5)
+    key[-1, -1] = of_a_key  # and a score of -inf and a bias of inf are NaN, but -softcap and inf are inf
+    bias = torch.zeros(rows, keys)
+    bias[torch.rand(rows) > 0.5, -1] = INF
+    bias[0, -1] = INF
+    arguments = [t.to(dtype) for t in (query, key, value, bias)]
+    actual, lse = attn_ext.sdpa_with_lse(*arguments, softcap=softcap)
+    expected, expected_lse = reference.sdpa_with_lse(*arguments, softcap=softcap)
+    assert lse[0].isnan() == (softcap == 0 or of_a_key is NAN)
+    assert torch.equal(actual.isnan(), expected.isnan())
+    assert torch.equal(lse.isnan(), expected_lse.isnan())
+    assert torch.equal(lse == INF, expected_lse == INF)
+
+
 def test_rows_of_visible_scores_of_minus_inf_take_no_gradient():
     query, key, value = torch.randn(1, 1, 9), torch.randn(1, 3, 9), torch.randn(1, 3, 4)
     query[..., 0] = 1.0

@@ -4,9 +4,10 @@ The rule, for each result:
 
 1. Shape and dtype are those of the schema; a gradient's are its tensor's.
 2. It is NaN or Inf only where the oracle is: what is masked never shows. Output and lse are so just where the
-   oracle is, NaN where that is NaN and Inf of its sign where that is Inf, save where a score is +inf
-   (inf - inf): there only that it is not finite is asked. Of weights, key mass and gradients ``strict`` asks
-   the same; else a NaN need not spread over all of its row.
+   oracle is, NaN where that is NaN and Inf of its sign where that is Inf, save in an output where a score is
+   +inf (inf - inf) and in the lse of a row of scores both NaN and +inf: there only that it is not finite is
+   asked. Of weights, key mass and gradients ``strict`` asks the same; else a NaN need not spread over all of
+   its row.
    Not decided are, even then, whether NaN or Inf times a weight of 0 shows in a gradient,
    elements within a last bit of the dtype's largest number, and those where the reference,
    computed in float32, overflows although float64 does not.
@@ -80,9 +81,8 @@ def _compare(
     # What is not finite on one side at least.
     allowed = wanted.error
     same = wide.isfinite() == exact.isfinite()
-    if not wanted.loose:
-        kind = torch.where(exact.isnan(), wide.isnan(), wide == exact)
-        same = torch.where(exact.isfinite(), same, kind)
+    kind = torch.where(exact.isnan(), wide.isnan(), wide == exact)
+    same = torch.where(exact.isfinite() | torch.as_tensor(wanted.loose), same, kind)
     at_the_end = exact.abs() + 2 * allowed >= torch.finfo(dtype).max
     same = same | at_the_end & ~exact.isnan()
     numbers = wide.isfinite() & exact.isfinite()

@@ -157,8 +157,8 @@ ATTN_EXT_INLINE Vec<T> load_bias(const M* mask) {
 // A bias of -inf masks; one near the lowest finite value does so too, but a row of nothing else is not dead.
 template <typename T, bool KeepSeen>
 ATTN_EXT_INLINE Vec<T> add_bias(Vec<T> s, Vec<T> bias, Vec<T> scale) {
-  const Vec<T> sum = multiply_add(s, scale, finite_in_log2<T>(bias));
-  return nonfinite_or<T>(bias, KeepSeen ? keep_seen<T>(sum) : sum);
+  const Vec<T> sum = multiply_add(s, scale, in_log2<T>(bias));
+  return hide_where_minus_inf<T>(bias, KeepSeen ? keep_seen<T>(sum) : sum);
 }
 
 // What a mask adds to a score: a bias in units of log2, or 0 and -inf for true and false.

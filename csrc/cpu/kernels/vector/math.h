@@ -100,42 +100,39 @@ ATTN_EXT_INLINE Vec<T> exp2(Vec<T> x) {
 #endif
 }
 
-// x where that is NaN or Inf, y elsewhere.
-template <typename T>
-ATTN_EXT_INLINE Vec<T> nonfinite_or(Vec<T> x, Vec<T> y) {
-#if defined(__AVX512DQ__)
-  constexpr int kNonfinite = 0x99;
-  if constexpr (sizeof(T) == 4) {
-    return (Vec<T>)_mm512_mask_mov_ps((__m512)y, _mm512_fpclass_ps_mask((__m512)x, kNonfinite), (__m512)x);
-  } else {
-    return (Vec<T>)_mm512_mask_mov_pd((__m512d)y, _mm512_fpclass_pd_mask((__m512d)x, kNonfinite), (__m512d)x);
-  }
-#else
-  return x - x == Vec<T>{} ? y : x;
-#endif
-}
-
-// Finite numbers, which stay so, in units of log2; anything for others.
-template <typename T>
-ATTN_EXT_INLINE Vec<T> finite_in_log2(Vec<T> x) {
-  const Vec<T> y = x * static_cast<T>(kLog2E);
-#if defined(__AVX512DQ__)
-  constexpr int kSmallerSize = 0x2;  // with the sign of the first
-  const Vec<T> largest = broadcast(FloatFormat<T>::kLargest);
-  if constexpr (sizeof(T) == 4) {
-    return (Vec<T>)_mm512_range_ps((__m512)y, (__m512)largest, kSmallerSize);
-  } else {
-    return (Vec<T>)_mm512_range_pd((__m512d)y, (__m512d)largest, kSmallerSize);
-  }
-#else
-  const Vec<T> lowest = broadcast(-FloatFormat<T>::kLargest);
-  return -maximum(lowest, -maximum(lowest, y));
-#endif
-}
-
+// Scores or biases in units of log2: NaN and Inf as they are, finite numbers stay finite.
 template <typename T>
 ATTN_EXT_INLINE Vec<T> in_log2(Vec<T> x) {
-  return nonfinite_or<T>(x, finite_in_log2<T>(x));
+  const Vec<T> y = x * static_cast<T>(kLog2E);
+  const Vec<T> largest = broadcast(FloatFormat<T>::kLargest);
+#if defined(__AVX512DQ__)
+  constexpr int kSmallerSize = 0x2;  // with the sign of the first
+  constexpr int kSecondIfNonfinite = 0x00110011;
+  if constexpr (sizeof(T) == 4) {
+    const __m512 clamped = _mm512_range_ps((__m512)y, (__m512)largest, kSmallerSize);
+    return (Vec<T>)_mm512_fixupimm_ps(clamped, (__m512)x, _mm512_set1_epi32(kSecondIfNonfinite), 0);
+  } else {
+    const __m512d clamped = _mm512_range_pd((__m512d)y, (__m512d)largest, kSmallerSize);
+    return (Vec<T>)_mm512_fixupimm_pd(clamped, (__m512d)x, _mm512_set1_epi64(kSecondIfNonfinite), 0);
+  }
+#else
+  return x - x == Vec<T>{} ? minimum(largest, maximum(-largest, y)) : x;
+#endif
+}
+
+// -inf where `bias` is so, x elsewhere.
+template <typename T>
+ATTN_EXT_INLINE Vec<T> hide_where_minus_inf(Vec<T> bias, Vec<T> x) {
+#if defined(__AVX512DQ__)
+  constexpr int kSecondIfMinusInf = 0x00010000;
+  if constexpr (sizeof(T) == 4) {
+    return (Vec<T>)_mm512_fixupimm_ps((__m512)x, (__m512)bias, _mm512_set1_epi32(kSecondIfMinusInf), 0);
+  } else {
+    return (Vec<T>)_mm512_fixupimm_pd((__m512d)x, (__m512d)bias, _mm512_set1_epi64(kSecondIfMinusInf), 0);
+  }
+#else
+  return bias == -kInfinity<T> ? bias : x;
+#endif
 }
 
 // A finite number that stays finite in units of log2.

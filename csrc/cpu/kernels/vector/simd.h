@@ -241,4 +241,25 @@ ATTN_EXT_INLINE Vec<double> maximum(Vec<double> a, Vec<double> b) {
 #endif
 }
 
+// The smaller; b where either is NaN.
+ATTN_EXT_INLINE Vec<float> minimum(Vec<float> a, Vec<float> b) {
+#if defined(__AVX512F__)
+  return (Vec<float>)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (Vec<float>)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+  return a < b ? a : b;
+#endif
+}
+
+ATTN_EXT_INLINE Vec<double> minimum(Vec<double> a, Vec<double> b) {
+#if defined(__AVX512F__)
+  return (Vec<double>)_mm512_min_pd((__m512d)a, (__m512d)b);
+#elif defined(__AVX2__)
+  return (Vec<double>)_mm256_min_pd((__m256d)a, (__m256d)b);
+#else
+  return a < b ? a : b;
+#endif
+}
+
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

@@ -61,7 +61,7 @@ inline void add_bias_span(T* scores, const T* bias, int64_t begin, int64_t end, 
   for (int64_t i = begin; i < end; i += kLanes<T>) {
     const Vec<T> b = load(bias + i);
     const Vec<T> sum = multiply_add(load(scores + i), broadcast(scale), b);
-    store(scores + i, b == -kInfinity<T> ? b : keep_seen<T>(sum));
+    store(scores + i, hide_where_minus_inf<T>(b, keep_seen<T>(sum)));
   }
 }
 
