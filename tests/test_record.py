@@ -754,6 +754,11 @@ class TestFile:
             with pytest.raises(OSError, match=f"cannot write .*{message}"), attn_ext.record(Ours(), to=path):
                 pass
 
+    @pytest.mark.parametrize("name", ["seen.csv", "seen"])
+    def test_a_file_of_another_kind_is_refused(self, tmp_path, name):
+        with pytest.raises(ValueError, match=f"cannot write .*{name} as a record: expected .* .npz"):
+            attn_ext.record(Ours(), to=tmp_path / name)
+
     def test_what_is_no_record(self, tmp_path):
         (tmp_path / "text").write_text("text")
         with zipfile.ZipFile(tmp_path / "other.zip", "w") as archive:

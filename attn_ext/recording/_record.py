@@ -59,7 +59,8 @@ class record:
 
     Raises:
         TypeError: ``model`` is no module.
-        ValueError: an unknown ``what``; a layer that is not there; on exit, no attention was recorded.
+        ValueError: an unknown ``what``; a layer that is not there; a file that is no ``.npz``; on exit, no
+            attention was recorded.
         MemoryError: more than ``max_bytes`` would be kept.
         IndexError: a head or a row that is not there.
         OSError: ``to`` cannot be written.
@@ -109,6 +110,8 @@ class record:
         self._layers = _checked_layers(layers, [*self._paths.values(), *self._scripted.classes])
         self._heads, self._rows, self._top = heads, rows, top
         self._to = None if to is None else Path(to)
+        if self._to is not None and self._to.suffix != ".npz" and not self._to.is_dir():
+            raise ValueError(f"cannot write {to} as a record: expected the extension .npz")
         self._max_bytes = MAX_BYTES if max_bytes is None and to is None else max_bytes
 
     def __enter__(self) -> Recording:
