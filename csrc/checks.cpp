@@ -15,9 +15,10 @@ bool is_supported(at::ScalarType dtype) {
 
 /// Bytes from the start of the storage to the end of the last element.
 int64_t bytes_reached(const at::Tensor& tensor) {
+  const at::IntArrayRef sizes = tensor.sizes(), strides = tensor.strides();
   int64_t last = tensor.storage_offset();
-  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-    last += (tensor.size(dim) - 1) * tensor.stride(dim);
+  for (size_t dim = 0; dim < sizes.size(); ++dim) {
+    last += (sizes[dim] - 1) * strides[dim];
   }
   return (last + 1) * static_cast<int64_t>(tensor.element_size());
 }

@@ -33,6 +33,9 @@ MemoryOrder contiguous_order(int64_t dims) {
 
 MemoryOrder memory_order(const at::Tensor& input, int64_t dims) {
   MemoryOrder order = contiguous_order(dims);
+  if (!input.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && input.is_contiguous()) {
+    return order;
+  }
   c10::SmallVector<std::optional<c10::SymInt>, 8> strides;
   for (int64_t dim = 0; dim < dims; ++dim) {
     strides.push_back(telling_stride(input, dim - dims + input.dim()));

@@ -77,16 +77,20 @@ ATTN_EXT_INLINE bool is_far(T lse) {
   return lse != kInfinity<T> && (lse > static_cast<T>(kFarScore) || lse < static_cast<T>(-kFarScore));
 }
 
-// Whether any row of a call is far.
+// Whether any of so many rows may be far, by their natural lse.
+template <typename T>
+ATTN_EXT_INLINE bool any_far(const T* lse, int64_t rows) {
+  constexpr T kMost = static_cast<T>(kFarScore * kLn2);
+  bool any = false;
+  for (int64_t i = 0; i < rows; ++i) any |= lse[i] > kMost || (lse[i] < -kMost && lse[i] != -kInfinity<T>);
+  return any;
+}
+
+// Whether any row of a call may be.
 template <typename T>
 bool any_far(const BackwardParams& params) {
   const AttentionShape& shape = params.shape;
-  const T* lse = static_cast<const T*>(params.lse);
-  constexpr T kMost = static_cast<T>(kFarScore * kLn2);
-  bool any = false;
-  for (int64_t i = 0; i < shape.batch * shape.query_heads * shape.query_len; ++i)
-    any |= lse[i] > kMost || (lse[i] < -kMost && lse[i] != -kInfinity<T>);
-  return any;
+  return any_far(static_cast<const T*>(params.lse), shape.batch * shape.query_heads * shape.query_len);
 }
 
 // Takes a span of scores into the maximum of a far row, or, that known, into its sum.

@@ -15,16 +15,21 @@ ATTN_EXT_INLINE bool is_finite_at(const Matrix<Element>& m, int64_t r, int64_t c
 }
 
 template <typename Element>
-bool all_finite(const Matrix<Element>& m) {
+bool all_finite(Matrix<Element> m) {
   using T = Compute<Element>;
+  if (m.column_stride == 1 && m.row_stride == m.columns) {  // one long row
+    m.columns *= m.rows;
+    m.rows = 1;
+  }
   constexpr int64_t kWidth = kLanes<T>;
   Vec<Bits<T>> residue = {};  // x - x is 0, NaN for what is not finite
   bool finite = true;
   for (int64_t r = 0; r < m.rows; ++r) {
     const Element* row = m.data + r * m.row_stride;
     int64_t c = 0;
-    for (; m.column_stride == 1 && c + kWidth <= m.columns; c += kWidth) {
-      const Vec<T> x = load_compute(row + c);
+    for (; m.column_stride == 1 && c < m.columns; c += kWidth) {
+      const bool whole = c + kWidth <= m.columns;
+      const Vec<T> x = whole ? load_compute(row + c) : load_compute_partial(row + c, m.columns - c);
       residue |= (Vec<Bits<T>>)(x - x);
     }
     for (; c < m.columns; ++c) finite &= is_finite_at(m, r, c);

@@ -127,7 +127,7 @@ void FewKeysUnit<S>::pair_rows(int64_t begin, int64_t end) {
   }
 }
 
-// finish_full_row() for rows with nothing special about them: P of a row and its sums.
+// finish_full_row() for rows with nothing special about them, none of them far: P of a row and its sums.
 template <typename S>
 template <int Vectors, typename M>
 ATTN_EXT_INLINE void FewKeysUnit<S>::make_plain_weights(T* scores, const T* grads, const M* mask, Range seen,
@@ -212,7 +212,7 @@ bool FewKeysUnit<S>::finish_plain_rows(int64_t first, int64_t begin, int64_t end
       mask = row_pointer<const M>(rule.mask, unit_.batch, head_, first + r);
     make_plain_weights<Vectors>(scores, s_.grads + r * stride_, mask,
                                 has_window ? window_keys(rule, keys_, first + r) : Range{0, keys_},
-                                log2_lse<T>(lse[r]), sums[r - begin], weight_sums[r - begin]);
+                                lse[r] * static_cast<T>(kLog2E), sums[r - begin], weight_sums[r - begin]);
   }
   T residue = 0;  // x - x is 0, NaN for what is not finite
   for (int64_t i = 0; i < end - begin; ++i) residue += sums[i] - sums[i];
@@ -250,15 +250,6 @@ typename FewKeysUnit<S>::PlainRows FewKeysUnit<S>::plain_rows(int64_t vectors) {
   return kTable[vectors - 1];
 }
 
-// Whether lse says of all of the rows what their sums are.
-template <typename S>
-bool FewKeysUnit<S>::all_near(int64_t first, int64_t begin, int64_t end) const {
-  const T* lse = lse_rows<S>(params_, unit_.batch, head_) + first;
-  bool near = true;
-  for (int64_t r = begin; r < end; ++r) near &= lse[r] == -kInfinity<T> || !is_far(log2_lse<T>(lse[r]));
-  return near;
-}
-
 template <typename S>
 void FewKeysUnit<S>::finish_full_rows(int64_t first, int64_t begin, int64_t end) {
   for (int64_t r = begin; r < end; ++r) finish_full_row(first + r, r);
@@ -282,12 +273,13 @@ void FewKeysUnit<S>::finish_rows(int64_t first, int64_t count) {
   const bool by_key =
       rule.mask_kind != ScalarKind::kNone && (is_biased(rule) || rule.mask.column_stride != 0);
   const int64_t vectors = stride_ / S::kLane;
+  const T* lse = lse_rows<S>(params_, unit_.batch, head_) + first;
   // Only a bias scales the scores that it meets.
   const bool special = full_ || !wants_grads_ || vectors > kPlainVectors ||
                        (units_.scale_first && !is_biased(rule)) || (by_key && rule.mask.column_stride != 1);
   for (int64_t begin = 0; begin < count; begin += kFewKeysBand) {
     const int64_t end = smaller(count, begin + kFewKeysBand);
-    if (special || !all_near(first, begin, end)) {
+    if (special || any_far(lse + begin, end - begin)) {
       if (bad_keys_ || bad_queries_) keep_seen(rule, s_.scores + begin * stride_, (end - begin) * stride_);
       finish_full_rows(first, begin, end);
       continue;

@@ -177,7 +177,6 @@ class FewKeysUnit {
                           T& weight_sum) const;
   template <int Vectors, int Rows>
   void make_plain_grads(int64_t r, const T* deltas, T* mask_grads, bool keeps);
-  bool all_near(int64_t first, int64_t begin, int64_t end) const;
   using PlainRows = bool (FewKeysUnit::*)(int64_t, int64_t, int64_t);
   template <typename M>
   static PlainRows plain_rows(int64_t vectors);
