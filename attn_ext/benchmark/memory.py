@@ -1,9 +1,10 @@
 """How much memory a task takes, beyond what the process held before it.
 
 Each figure is of a process of its own that builds the model and runs the task once: what an allocator keeps
-after one contender would hide what the next one takes. The figure is the growth of the resident set from
-before the call to its highest point, as Linux counts it (VmHWM), so it holds the outputs, the gradients of a
-training step, and what a library loads or sets up when it is first called.
+after one contender would hide what the next one takes. Some processes take more than others, by as much as
+GPT-2's logits, whichever contender runs: the least of three is taken. The figure is the growth of the
+resident set from before the call to its highest point, as Linux counts it (VmHWM), so it holds the outputs,
+the gradients of a training step, and what a library loads or sets up when it is first called.
 """
 
 import json
@@ -21,8 +22,18 @@ Peak = int | str
 """Bytes, or why there is no figure."""
 
 
-def peak(spec: Spec, task: str, contender: str, threads: int) -> Peak:
-    """Run the task once in a new process."""
+def peak(spec: Spec, task: str, contender: str, threads: int, processes: int = 3) -> Peak:
+    """Run the task once in each of so many new processes: the least of their peaks, or the first failure."""
+    peaks = []
+    for _ in range(processes):
+        found = _peak_of_one(spec, task, contender, threads)
+        if isinstance(found, str):
+            return found
+        peaks.append(found)
+    return min(peaks)
+
+
+def _peak_of_one(spec: Spec, task: str, contender: str, threads: int) -> Peak:
     work = json.dumps({"spec": asdict(spec), "task": task, "contender": contender, "threads": threads})
     command = [sys.executable, "-m", "attn_ext.benchmark.memory", work]
     done = subprocess.run(command, capture_output=True, text=True)
