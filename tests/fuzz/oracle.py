@@ -4,11 +4,12 @@ from that a result may be.
 All sums run over what is visible and nothing else, forward and backward, so that NaN and Inf are just where
 the contract wants them; ``attn_ext.reference`` is one of those that are held against this.
 
-With u the unit roundoff of what is summed in, w that of the tensors, and for one row ::
+With u the unit roundoff of what is summed in and ``least`` its smallest normal number (what is below may be
+0), w the roundoff of the tensors, and for one row ::
 
     e = u (D + 8) sum|scale q k| + u (|S| + |bias| + |lse|)          the error of a score
     f = max e over the scores that may be among the largest          the error of lse
-    p = |exp(S -+ (e + f) - lse) - P| + u (Lk + 8) P                 the error of a weight
+    p = |exp(S -+ (e + f) - lse) - P| + u (Lk + 8) P + least         the error of a weight
     T = |dP| + sum P |dP| + |dLse|                                   the size of what dS is summed of
 
 the errors allowed are a small multiple (``SLACK``) of ::
@@ -93,6 +94,7 @@ class _Oracle:
         self.unit = 2.0**-53 if dtype == torch.float64 else 2.0**-24
         self.rounding = torch.finfo(dtype).eps / 2
         self.tiny = 1e-300 if dtype == torch.float64 else 1e-36
+        self.least = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).tiny
         self.lead = case.lead or (1,)
         self.count = math.prod(self.lead)
         self.options = dict(case.options)
@@ -218,7 +220,7 @@ class _Oracle:
         least, most = (torch.exp((exponents + s * (error + of_lse)).clamp(max=0.0)) for s in (-1, 1))
         exact = torch.exp(exponents.clamp(max=0.0))
         off = torch.maximum(most - exact, exact - least) + self.unit * (columns + 8) * exact
-        off = torch.where(finite, off, 0.0)
+        off = torch.where(finite, off + self.least, 0.0)
         self.score_error = error[..., :columns].amax(-1) if columns else error.sum(-1)
         self.lse_error = of_lse.squeeze(-1)
         self.weight_error, self.sink_error = off[..., :columns], off[..., columns:].squeeze(-1)
