@@ -251,6 +251,26 @@ def test_a_bias_of_inf_does_not_outweigh_what_is_not_a_number(shape, dtype, soft
     assert torch.equal(lse == INF, expected_lse == INF)
 
 
+@pytest.mark.parametrize("shape", [(1, 16), (13, 5), (20, 40), (20, 300), (3, 300)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_visible_score_of_minus_inf_weighs_nothing_beside_the_lowest_bias(shape, dtype):
+    rows, keys = shape
+    query, key, value = (torch.rand(n, 4, dtype=torch.float64).to(dtype) for n in (rows, keys, keys))
+    key[-1] = -INF
+    bias = torch.full((rows, keys), torch.finfo(torch.float32).min).to(
+        torch.promote_types(dtype, torch.float32)
+    )
+    leaves = [t.requires_grad_() for t in (query, key, value, bias)]
+    incoming = torch.randn(rows, 4).to(dtype)
+    grads = torch.autograd.grad(attn_ext.sdpa(*leaves), leaves, incoming)
+    expected = torch.autograd.grad(reference.sdpa(*leaves), leaves, incoming)
+    assert not grads[1][-1].any()
+    assert not grads[2][-1].any()
+    assert not grads[3][:, -1].any()
+    tolerance = {"rtol": 0, "atol": 1e-5 if dtype == torch.float32 else 2e-2}
+    torch.testing.assert_close(grads[2].float(), expected[2].float(), **tolerance)
+
+
 def test_rows_of_visible_scores_of_minus_inf_take_no_gradient():
     query, key, value = torch.randn(1, 1, 9), torch.randn(1, 3, 9), torch.randn(1, 3, 4)
     query[..., 0] = 1.0

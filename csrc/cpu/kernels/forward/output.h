@@ -39,8 +39,8 @@ template <typename S>
 void QueryBlock<S>::gather_sinks(int64_t band) {
   for (int64_t r = band; r < band + band_rows(band); ++r) {
     const T sink = sink_of<Element>(params_.rule, batch_, s_.row_head[r]);
-    const T log2_sink = static_cast<T>(sink * kLog2E);
-    s_.lse[r] = log2_sink - log2_sink == 0 ? log2_sink : in_log2<T>(sink);
+    const T exact = static_cast<T>(sink * kLog2E);  // rounded once
+    s_.lse[r] = exact >= -kFarthest<T> && exact <= kFarthest<T> ? exact : in_log2<T>(sink);
   }
 }
 
@@ -52,7 +52,7 @@ void QueryBlock<S>::finish_rows(int64_t band) {
   const bool has_sinks = params_.rule.sinks_kind != ScalarKind::kNone;
   const Vec<T> keep = broadcast(static_cast<T>(params_.dropout.enabled ? params_.dropout.keep_scale : 1.0));
   const Vec<T> nothing = broadcast(-kInfinity<T>);
-  const Vec<T> largest = broadcast(FloatFormat<T>::kLargest), infinity = broadcast(kInfinity<T>);
+  const Vec<T> infinity = broadcast(kInfinity<T>);
   constexpr T kLn2High = static_cast<T>(kLn2);
   constexpr T kLn2Low = static_cast<T>(kLn2 - static_cast<double>(kLn2High));
   if (has_sinks) gather_sinks(band);
@@ -71,8 +71,7 @@ void QueryBlock<S>::finish_rows(int64_t band) {
     }
     const Vec<T> log_sum = log_normal<T>(sum);
     const Vec<T> lse = multiply_add(top, broadcast(kLn2High), multiply_add(top, broadcast(kLn2Low), log_sum));
-    const Vec<Bits<T>> is_top = (((top == largest) | (top == -largest)) & (sum == sum)) | (top == infinity);
-    store(s_.lse + r, sum == Vec<T>{} ? nothing : (is_top ? top : lse));
+    store(s_.lse + r, sum == Vec<T>{} ? nothing : (top == infinity ? top : lse));
     store(s_.factor + r, sum == Vec<T>{} ? Vec<T>{} : factor / sum);
   }
   // A sink of NaN or +Inf shows in what sees any key.
@@ -84,10 +83,10 @@ void QueryBlock<S>::finish_rows(int64_t band) {
   }
 }
 
-// Where a bias is that large, natural units still hold what log2 units do not.
+// Where a bias lies beyond what log2 units hold of it.
 template <typename S>
 void QueryBlock<S>::finish_largest(int64_t band) const {
-  constexpr T kLarge = FloatFormat<T>::kLargest * static_cast<T>(0.69);  // below ln 2, which those stop at
+  constexpr T kLarge = kFarthest<T> * static_cast<T>(0.69);  // a little less than ln 2
   const auto is_large = [](T x) { return x - x == 0 && (x > kLarge || x < -kLarge); };
   for (int64_t r = band; r < band + band_rows(band); ++r) {
     if (!is_large(s_.lse[r])) continue;

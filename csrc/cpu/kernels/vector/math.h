@@ -100,23 +100,28 @@ ATTN_EXT_INLINE Vec<T> exp2(Vec<T> x) {
 #endif
 }
 
-// Scores or biases in units of log2: NaN and Inf as they are, finite numbers stay finite.
+// Where finite biases and sinks end in units of log2: so far from the lowest number that this, which stands
+// for a visible score of -inf (keep_seen), weighs nothing beside them.
+template <typename T>
+constexpr T kFarthest = FloatFormat<T>::kLargest / 2;
+
+// Biases or sinks in units of log2: NaN and Inf as they are, finite numbers up to kFarthest.
 template <typename T>
 ATTN_EXT_INLINE Vec<T> in_log2(Vec<T> x) {
   const Vec<T> y = x * static_cast<T>(kLog2E);
-  const Vec<T> largest = broadcast(FloatFormat<T>::kLargest);
+  const Vec<T> farthest = broadcast(kFarthest<T>);
 #if defined(__AVX512DQ__)
   constexpr int kSmallerSize = 0x2;  // with the sign of the first
   constexpr int kSecondIfNonfinite = 0x00110011;
   if constexpr (sizeof(T) == 4) {
-    const __m512 clamped = _mm512_range_ps((__m512)y, (__m512)largest, kSmallerSize);
+    const __m512 clamped = _mm512_range_ps((__m512)y, (__m512)farthest, kSmallerSize);
     return (Vec<T>)_mm512_fixupimm_ps(clamped, (__m512)x, _mm512_set1_epi32(kSecondIfNonfinite), 0);
   } else {
-    const __m512d clamped = _mm512_range_pd((__m512d)y, (__m512d)largest, kSmallerSize);
+    const __m512d clamped = _mm512_range_pd((__m512d)y, (__m512d)farthest, kSmallerSize);
     return (Vec<T>)_mm512_fixupimm_pd(clamped, (__m512d)x, _mm512_set1_epi64(kSecondIfNonfinite), 0);
   }
 #else
-  return x - x == Vec<T>{} ? minimum(largest, maximum(-largest, y)) : x;
+  return x - x == Vec<T>{} ? minimum(farthest, maximum(-farthest, y)) : x;
 #endif
 }
 
@@ -135,13 +140,13 @@ ATTN_EXT_INLINE Vec<T> hide_where_minus_inf(Vec<T> bias, Vec<T> x) {
 #endif
 }
 
-// A finite number that stays finite in units of log2.
+// The same of one.
 template <typename T>
 ATTN_EXT_INLINE T in_log2(T x) {
-  constexpr T kLargest = FloatFormat<T>::kLargest;
+  constexpr T kMost = kFarthest<T>;
   const T y = x * static_cast<T>(kLog2E);
   if (!(x - x == 0)) return y;
-  return y > kLargest ? kLargest : y < -kLargest ? -kLargest : y;
+  return y > kMost ? kMost : y < -kMost ? -kMost : y;
 }
 
 // log x = n ln 2 + 2 atanh((m - 1) / (m + 1)), x = 2^n m with m in [sqrt(1/2), sqrt(2)), for normal x > 0.
