@@ -7,7 +7,19 @@ from . import _flops, _vmap
 from . import _library as _library
 from ._build_info import version as __version__
 from ._explain import Explanation, available_cpu_capabilities, cpu_capability, explain
-from .functional import sdpa, sdpa_with_key_mass, sdpa_with_lse, sdpa_with_weights
+from .caches import KeyValueCache
+from .functional import (
+    cache_write_,
+    merge_partials,
+    sdpa,
+    sdpa_packed,
+    sdpa_packed_with_lse,
+    sdpa_paged,
+    sdpa_paged_with_lse,
+    sdpa_with_key_mass,
+    sdpa_with_lse,
+    sdpa_with_weights,
+)
 from .modules import CrossAttention, MultiHeadAttention, ScaledDotProductAttention, SelfAttention
 
 if TYPE_CHECKING:
@@ -25,15 +37,18 @@ _flops.register()
 __all__ = [
     "CrossAttention",
     "Explanation",
+    "KeyValueCache",
     "MultiHeadAttention",
     "ScaledDotProductAttention",
     "SelfAttention",
     "__version__",
     "available_cpu_capabilities",
+    "cache_write_",
     "cmake_prefix_path",
     "convert",
     "cpu_capability",
     "explain",
+    "merge_partials",
     "onnx",
     "override_sdpa",
     "plot",
@@ -41,6 +56,10 @@ __all__ = [
     "recording",
     "reference",
     "sdpa",
+    "sdpa_packed",
+    "sdpa_packed_with_lse",
+    "sdpa_paged",
+    "sdpa_paged_with_lse",
     "sdpa_with_key_mass",
     "sdpa_with_lse",
     "sdpa_with_weights",

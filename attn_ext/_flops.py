@@ -2,8 +2,11 @@
 
 Counted as torch counts its own attention: two operations for each multiply-add of the matrix products, two
 products forward, five backward (the scores are made again there), for every pair of query and key. What a
-mask, causality or a window hides counts too, although the kernels skip it. Only the internal operators have
-formulas: the public ones decompose into them, so nothing is counted twice.
+mask, causality or a window hides counts too, although the kernels skip it. Of packed sequences every query
+meets the keys of its own sequence alone; where their lengths are not known (fake and meta tensors), every
+key, which is the most that it can be. Only the internal operators have formulas: the public ones decompose
+into them, so nothing is counted twice. Those over
+pages decompose into nothing, and have their own.
 """
 
 import sys
@@ -16,30 +19,69 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 _FLOP_COUNTER = "torch.utils.flop_counter"
 
-Shape = Sequence[int]
+_SEQUENCES = 6  # the place of the table among the tensors of both operators; the output follows in backward
 
 
-def _product(rows_of: Shape, keys_of: Shape, dim: int) -> int:
-    """Of (..., Hq, Lq, any) by (..., Lk, any): every row meets every key, ``dim`` multiply-adds each."""
-    return 2 * prod(rows_of[:-1]) * keys_of[-2] * dim
+def _pairs(query: Tensor, key: Tensor, sequences: Tensor | None) -> int:
+    """Of rows of a query head with keys."""
+    if sequences is None or isinstance(sequences, FakeTensor) or sequences.is_meta:
+        return int(query.shape[-2] * key.shape[-2])
+    return sum(rows * keys for _, rows, _, keys, _ in sequences.tolist())
 
 
-def _forward(query: Shape, key: Shape, value: Shape, *_: Any, out_shape: Sequence[Shape]) -> int:
-    output = out_shape[0]
-    return _product(output, key, query[-1]) + _product(output, key, value[-1])
+def _multiply_adds(output: Tensor, query: Tensor, key: Tensor, sequences: Tensor | None) -> int:
+    """Operations of a product of one column: every row of every head meets its keys."""
+    heads: int = prod(output.shape[:-2])
+    return 2 * heads * _pairs(query, key, sequences)
 
 
-def _backward(*shapes: Any, out_shape: Any) -> int:
-    query, key, value, output = *shapes[4:7], shapes[10]
-    return 3 * _product(output, key, query[-1]) + 2 * _product(output, key, value[-1])
+def _forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_val: Sequence[Tensor]) -> int:
+    operations = _multiply_adds(out_val[0], query, key, rest[_SEQUENCES - 3])
+    return operations * (query.shape[-1] + value.shape[-1])
+
+
+def _backward(*args: Any, out_val: Any) -> int:
+    query, key, value = args[4:7]
+    operations: int = _multiply_adds(args[4 + _SEQUENCES + 1], query, key, args[4 + _SEQUENCES])
+    columns: int = 3 * query.shape[-1] + 2 * value.shape[-1]
+    return operations * columns
+
+
+def _paged(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_table: Tensor,
+    seqlens_k: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    *_: Any,
+    out_val: Any,
+    **__: Any,
+) -> int:
+    """Every row of a sequence meets its every key; of tensors without numbers, all that a table can name."""
+    rows, heads, dim = query.shape
+    per_pair = 2 * heads * (dim + value_pages.shape[3])
+    if seqlens_k.is_meta or isinstance(seqlens_k, FakeTensor):
+        return rows * block_table.shape[1] * key_pages.shape[1] * per_pair
+    counts = torch.ones_like(seqlens_k) if cu_seqlens_q is None else cu_seqlens_q.diff()
+    return int((counts.long() * seqlens_k.long()).sum()) * per_pair
+
+
+def _register_paged(flop_counter: ModuleType) -> None:
+    ops = [torch.ops.attn_ext.sdpa_paged, torch.ops.attn_ext.sdpa_paged_with_lse]
+    flop_counter.register_flop_formula(ops, get_raw=True)(_paged)
 
 
 def _register_formulas(flop_counter: ModuleType) -> None:
-    flop_counter.register_flop_formula(torch.ops.attn_ext._sdpa_forward)(_forward)
-    flop_counter.register_flop_formula(torch.ops.attn_ext._sdpa_backward)(_backward)
+    register = flop_counter.register_flop_formula
+    register(torch.ops.attn_ext._sdpa_forward, get_raw=True)(_forward)
+    register(torch.ops.attn_ext._sdpa_backward, get_raw=True)(_backward)
+    _register_paged(flop_counter)
 
 
 class _WhenImported(MetaPathFinder):

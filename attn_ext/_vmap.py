@@ -14,7 +14,7 @@ from torch import Tensor
 Rule = tuple[tuple[Tensor | None, ...], tuple[int | None, ...]]
 
 # Position of the arguments in the schemas.
-_FORWARD_TENSORS = 6  # query, key, value, attn_mask, sinks, dropout_seed
+_FORWARD_TENSORS = 7  # query, key, value, attn_mask, sinks, dropout_seed, sequences
 _BACKWARD_GRADS = 4  # grad_output, grad_lse, grad_weights, grad_key_mass
 
 
@@ -32,19 +32,22 @@ def _to_front(tensor: Tensor, bdim: int | None, sample_dims: int) -> Tensor:
 def _batch_inputs(
     batch_size: int, in_dims: Sequence[int | None], tensors: Sequence[Tensor | None]
 ) -> tuple[list[Tensor | None], int, int]:
-    """The six tensors with the vmapped dim in front; the dims of a sample's output, and of it padded."""
+    """The tensors with the vmapped dim in front; the dims of a sample's output, and of it padded."""
+    *tensors, sequences = tensors
+    if in_dims[-1] is not None:
+        raise RuntimeError("attn_ext: expected cu_seqlens and their like not to be vmapped: use in_dims=None")
     operands = tensors[:3]
     output_dims = max(_sample_dims(t, d) for t, d in zip(operands, in_dims, strict=False) if t is not None)
     padded_dims = max(output_dims, 3)
     sample_dims = [padded_dims, padded_dims, padded_dims, padded_dims, padded_dims - 2, 0]
     batched = [
         None if tensor is None else _to_front(tensor, bdim, dims)
-        for tensor, bdim, dims in zip(tensors, in_dims, sample_dims, strict=True)
+        for tensor, bdim, dims in zip(tensors, in_dims[:-1], sample_dims, strict=True)
     ]
     if all(bdim is None for bdim in in_dims[:3]) and batched[0] is not None:
         # Only the mask, the sinks or the seed is vmapped, and these cannot enlarge the batch.
         batched[0] = batched[0].expand(batch_size, *batched[0].shape[1:])
-    return batched, output_dims, padded_dims
+    return [*batched, sequences], output_dims, padded_dims
 
 
 def _restore(result: Tensor | None, drop_head: bool) -> Tensor | None:
@@ -69,7 +72,7 @@ def _backward_rule(info: Any, in_dims: Sequence[int | None], *args: Any) -> Rule
     size = info.batch_size
 
     batched, _, padded_dims = _batch_inputs(size, input_dims, inputs)
-    wanted = (*output_mask, False)
+    wanted = (*output_mask, False, False)
     # Every sample has a gradient of its own, also for an input that all of them share.
     batched = [
         tensor.expand(size, *tensor.shape[1:]) if tensor is not None and want else tensor

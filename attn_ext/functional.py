@@ -16,8 +16,21 @@ from torch.jit import is_scripting  # type: ignore[attr-defined]
 
 from . import _library
 from ._compiled import compiled
+from ._packed import merge_partials, sdpa_packed, sdpa_packed_with_lse
+from ._paged import cache_write_, sdpa_paged, sdpa_paged_with_lse
 
-__all__ = ["sdpa", "sdpa_with_key_mass", "sdpa_with_lse", "sdpa_with_weights"]
+__all__ = [
+    "cache_write_",
+    "merge_partials",
+    "sdpa",
+    "sdpa_packed",
+    "sdpa_packed_with_lse",
+    "sdpa_paged",
+    "sdpa_paged_with_lse",
+    "sdpa_with_key_mass",
+    "sdpa_with_lse",
+    "sdpa_with_weights",
+]
 
 #: Untyped, because one variable holds its functions or the ops.
 _C: Any = _library._C
@@ -113,7 +126,7 @@ def sdpa(
     if is_scripting():
         call = torch.ops.attn_ext.sdpa
     elif is_compiling():
-        call = compiled("sdpa")
+        call = compiled("sdpa", query)
     else:
         call = _C.sdpa
     output: Tensor = call(
@@ -173,7 +186,7 @@ def sdpa_with_weights(
     if is_scripting():
         call = torch.ops.attn_ext.sdpa_with_weights
     elif is_compiling():
-        call = compiled("sdpa_with_weights")
+        call = compiled("sdpa_with_weights", query)
     else:
         call = _C.sdpa_with_weights
     outputs: tuple[Tensor, Tensor] = call(
@@ -234,7 +247,7 @@ def sdpa_with_lse(
     if is_scripting():
         call = torch.ops.attn_ext.sdpa_with_lse
     elif is_compiling():
-        call = compiled("sdpa_with_lse")
+        call = compiled("sdpa_with_lse", query)
     else:
         call = _C.sdpa_with_lse
     outputs: tuple[Tensor, Tensor] = call(
@@ -292,7 +305,7 @@ def sdpa_with_key_mass(
     if is_scripting():
         call = torch.ops.attn_ext.sdpa_with_key_mass
     elif is_compiling():
-        call = compiled("sdpa_with_key_mass")
+        call = compiled("sdpa_with_key_mass", query)
     else:
         call = _C.sdpa_with_key_mass
     outputs: tuple[Tensor, Tensor] = call(

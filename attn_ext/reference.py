@@ -25,6 +25,10 @@ __all__ = [
     "dropout_keep",
     "philox4x32",
     "sdpa",
+    "sdpa_packed",
+    "sdpa_packed_with_lse",
+    "sdpa_paged",
+    "sdpa_paged_with_lse",
     "sdpa_with_key_mass",
     "sdpa_with_lse",
     "sdpa_with_weights",
@@ -133,6 +137,110 @@ def sdpa_with_key_mass(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """Output and weights summed over the queries, of :func:`attention`, of which it takes the arguments."""
     result = attention(*args, **kwargs)
     return result.output, result.key_mass
+
+
+def sdpa_packed_with_lse(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    seqlens_q: Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    query_offsets: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_seed: Tensor | int = 0,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Output (Tq, Hq, Dv) and lse (Hq, Tq) of packed sequences, one after the other.
+
+    The arguments are those of :func:`attn_ext.sdpa_packed`, and ``dropout_seed`` and ``dtype`` of
+    :func:`attention`.
+    """
+    ends_k = (cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k).tolist()
+    ends_q = cu_seqlens_q.tolist()
+    dtype = options.get("dtype", torch.float64)
+    output = query.new_zeros(query.shape[0], query.shape[1], value.shape[2], dtype=dtype)
+    lse = query.new_full((query.shape[1], query.shape[0]), -math.inf, dtype=dtype)
+    for n in range(len(ends_q) - 1):
+        rows = ends_q[n + 1] - ends_q[n] if seqlens_q is None else int(seqlens_q[n])
+        keys = ends_k[n + 1] - ends_k[n] if seqlens_k is None else int(seqlens_k[n])
+        of_query = slice(ends_q[n], ends_q[n] + rows)
+        of_key = slice(ends_k[n], ends_k[n] + keys)
+        # The draw is that of a padded batch: batch n of it.
+        own = (query[of_query], key[of_key], value[of_key])
+        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in own)
+        result = attention(
+            q.expand(n + 1, -1, -1, -1),
+            k,
+            v,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            query_offset=keys - rows if query_offsets is None else int(query_offsets[n]),
+            sinks=sinks,
+            dropout_seed=dropout_seed,
+            **options,
+        )
+        place = torch.arange(query.shape[0], device=query.device)[of_query]
+        output = output.index_copy(0, place, result.output[n].transpose(0, 1))
+        lse = lse.index_copy(1, place, result.lse[n])
+    return output, lse
+
+
+def sdpa_packed(*args: Any, **kwargs: Any) -> Tensor:
+    """The output of :func:`sdpa_packed_with_lse`, of which it takes the arguments."""
+    return sdpa_packed_with_lse(*args, **kwargs)[0]
+
+
+def gather_pages(
+    pages: Tensor, block_table: Tensor, seqlens_k: Tensor, scale: Tensor | None = None
+) -> list[Tensor]:
+    """The rows of each sequence of a paged cache, (keys, heads, features), in float64, times their scale."""
+    page_rows = pages.shape[1]
+    rows = []
+    for places, length in zip(block_table, seqlens_k.tolist(), strict=True):
+        used = places[: -(-length // page_rows)].long()
+        sequence = pages[used].double()
+        if scale is not None:
+            by_row = scale.dim() == 4
+            sequence = sequence * (scale[used] if by_row else scale.reshape(1, 1, -1, 1)).double()
+        rows.append(sequence.flatten(0, 1)[:length])
+    return rows
+
+
+def sdpa_paged_with_lse(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_table: Tensor,
+    seqlens_k: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    is_causal: bool = True,
+    *,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Output (Tq, Hq, Dv) and lse (Hq, Tq) over a paged cache: that of the gathered keys as packed sequences.
+
+    The arguments are those of :func:`attn_ext.sdpa_paged`, and ``dtype`` of :func:`attention`.
+    """
+    keys = gather_pages(key_pages, block_table, seqlens_k, key_scale)
+    values = gather_pages(value_pages, block_table, seqlens_k, value_scale)
+    count, lengths = len(keys), seqlens_k.long()
+    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    starts = torch.arange(count + 1, device=query.device) if cu_seqlens_q is None else cu_seqlens_q
+    empty = [torch.zeros_like(pages[:0, 0], dtype=torch.float64) for pages in (key_pages, value_pages)]
+    key, value = torch.cat([*keys, empty[0]]), torch.cat([*values, empty[1]])
+    return sdpa_packed_with_lse(query.double(), key, value, starts, ends, 0.0, is_causal, **options)
+
+
+def sdpa_paged(*args: Any, **kwargs: Any) -> Tensor:
+    """The output of :func:`sdpa_paged_with_lse`, of which it takes the arguments."""
+    return sdpa_paged_with_lse(*args, **kwargs)[0]
 
 
 def visible_keys(

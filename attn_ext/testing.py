@@ -500,6 +500,7 @@ def all_outputs(
         torch.ops.attn_ext._sdpa_forward,
         **{name: arguments.options.get(name, default) for name, default in OPTIONS.items()},
         dropout_seed=dropout_seed,
+        sequences=None,
         need_weights=need_weights,
         need_key_mass=need_key_mass,
     )
@@ -536,6 +537,7 @@ def backward(
         arguments.value,
         **{name: arguments.options.get(name, default) for name, default in OPTIONS.items()},
         dropout_seed=dropout_seed,
+        sequences=None,
         output=output,
         lse=lse,
         output_mask=list(output_mask),

@@ -5,17 +5,26 @@ set(ATTN_EXT_SOURCES
   csrc/args.cpp
   csrc/checks.cpp
   csrc/memory_order.cpp
+  csrc/sequences.cpp
   csrc/autograd/sdpa_autograd.cpp
   csrc/autograd/sdpa_autograd_cpu.cpp
   csrc/autocast/sdpa_autocast.cpp
   csrc/meta/sdpa_meta.cpp
+  csrc/paged/check.cpp
+  csrc/paged/gather.cpp
+  csrc/paged/memory.cpp
+  csrc/paged/ops.cpp
+  csrc/paged/write.cpp
+  csrc/composite/merge_partials.cpp
   csrc/composite/sdpa_composite.cpp
+  csrc/composite/sdpa_packed_composite.cpp
   csrc/aten/problem.cpp
   csrc/aten/contract.cpp
   csrc/aten/dropout.cpp
   csrc/aten/chunk.cpp
   csrc/aten/pieces.cpp
   csrc/aten/backward_chunk.cpp
+  csrc/aten/by_sequence.cpp
   csrc/aten/tangents.cpp
   csrc/aten/sdpa_aten.cpp
   csrc/cpu/tensor_view.cpp
@@ -26,6 +35,7 @@ set(ATTN_EXT_SOURCES
   csrc/cpu/openmp.cpp
   csrc/cpu/forward.cpp
   csrc/cpu/backward.cpp
+  csrc/cpu/paged.cpp
   csrc/capability.cpp
   csrc/explain.cpp
   csrc/public_api.cpp)

@@ -24,6 +24,9 @@ struct SdpaArgs {
   // int64. Its dims cover the leading batch dims (size 1 or that dim's); usually it has none. Within what one
   // seed covers, draws are indexed by (batch, head, row, column).
   at::Tensor dropout_seed;
+  // int64 (N, 5), a row a Sequence (sequences.h): the lengths of query and key hold N sequences, of which
+  // each sees its own keys alone. Undefined: one sequence.
+  at::Tensor sequences;
   double dropout_p = 0.0;
   bool is_causal = false;
   std::optional<double> scale;
@@ -32,6 +35,9 @@ struct SdpaArgs {
   std::optional<c10::SymInt> window_right;
   c10::SymInt query_offset = 0;
   double softcap = 0.0;
+  // Not of any schema. Batch b counts as b * batch_step + first_batch in the draws, of one sequence of many.
+  int64_t first_batch = 0;
+  int64_t batch_step = 1;
 };
 
 /// Which outputs are wanted beside output and lse.
@@ -93,7 +99,8 @@ auto options_of(Options& o) {
 
 template <class Args>
 auto tensors_of(Args& a) {
-  return fields(a.query, a.key, a.value, or_none(a.attn_mask), or_none(a.sinks), or_none(a.dropout_seed));
+  return fields(a.query, a.key, a.value, or_none(a.attn_mask), or_none(a.sinks), or_none(a.dropout_seed),
+                or_none(a.sequences));
 }
 
 template <class Args>

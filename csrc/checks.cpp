@@ -1,5 +1,7 @@
 #include "checks.h"
 
+#include "sequences.h"
+
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -43,9 +45,7 @@ void check_tensor(const at::Tensor& tensor, const char* name, const at::Tensor& 
               tensor.is_nested() ? " of a nested tensor" : "");
   TORCH_CHECK(tensor.device() == query.device(), "attn_ext: expected ", name,
               " on the same device as query (", query.device(), "), but got ", tensor.device());
-  TORCH_CHECK(storage_holds(tensor), "attn_ext: expected the storage of ", name,
-              " to hold all of its elements of shape ", tensor.sym_sizes(), " (", bytes_reached(tensor),
-              " bytes), but got ", tensor.storage().nbytes(), " bytes: was its memory freed?");
+  check_storage(tensor, name);
 }
 
 void check_attention_operand(const at::Tensor& tensor, const char* name, const char* shape,
@@ -180,6 +180,15 @@ void check_sinks(const at::Tensor& sinks, const at::Tensor& query, const SdpaSiz
               sinks.sym_sizes());
 }
 
+void check_sequences(const SdpaArgs& args) {
+  const at::Tensor& table = args.sequences;
+  TORCH_CHECK(table.scalar_type() == at::kLong && table.dim() == 2 && table.sym_size(1) == kSequenceFields,
+              "attn_ext: expected sequences of dtype Long and shape (sequences, ", kSequenceFields,
+              "), but got dtype ", table.scalar_type(), " and shape ", table.sym_sizes());
+  check_tensor(table, "sequences", args.query);
+  TORCH_CHECK(!args.attn_mask.defined(), "attn_ext: expected no attn_mask with packed sequences");
+}
+
 void check_seed(const SdpaArgs& args, const SdpaSizes& sizes, Seed expected) {
   if (!args.dropout_seed.defined()) {
     TORCH_CHECK(args.dropout_p == 0.0 || expected == Seed::kNotYetDrawn,
@@ -235,6 +244,12 @@ void check_wanted(const SdpaArgs& args, InputMask wanted) {
 
 }  // namespace
 
+void check_storage(const at::Tensor& tensor, const char* name) {
+  TORCH_CHECK(storage_holds(tensor), "attn_ext: expected the storage of ", name,
+              " to hold all of its elements of shape ", tensor.sym_sizes(), " (", bytes_reached(tensor),
+              " bytes), but got ", tensor.storage().nbytes(), " bytes: was its memory freed?");
+}
+
 SymDimVector SdpaSizes::with_tail(std::initializer_list<c10::SymInt> tail) const {
   SymDimVector shape(batch.begin(), batch.end());
   if (has_heads) {
@@ -261,7 +276,15 @@ SdpaSizes check_args(const SdpaArgs& args, Seed seed) {
     check_sinks(args.sinks, args.query, sizes);
   }
   check_seed(args, sizes, seed);
+  if (args.sequences.defined()) {
+    check_sequences(args);
+  }
   return sizes;
+}
+
+void check_packed(const SdpaArgs& args, SideOutputs wanted) {
+  TORCH_CHECK(!args.sequences.defined() || !(wanted.weights || wanted.key_mass),
+              "attn_ext: expected neither weights nor key mass of packed sequences");
 }
 
 void check_grads(const SdpaOutputs& grads, const at::Tensor& query, const SdpaSizes& sizes) {

@@ -27,6 +27,12 @@ enum class Seed { kGiven, kNotYetDrawn };
 /// Throws a c10::Error that says what was expected and what came.
 SdpaSizes check_args(const SdpaArgs& args, Seed seed = Seed::kGiven);
 
+/// That the memory of a tensor is there.
+void check_storage(const at::Tensor& tensor, const char* name);
+
+/// What a call over packed sequences cannot be asked for.
+void check_packed(const SdpaArgs& args, SideOutputs wanted);
+
 /// check_args, and everything else that a backward pass takes: gradients that come in are like what they are
 /// the gradient of, `output` and `lse` like what a forward pass gives, and what is wanted can have a
 /// gradient.

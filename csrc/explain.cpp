@@ -77,7 +77,7 @@ Explanation explain_kernels(SdpaArgs args, const cpu::KernelTable& table) {
   const cpu::OneThreadInForkedChild guard;
   const cpu::Inputs inputs(args, check_args(args));
   const auto params = cpu::params_over<cpu::ForwardParams>(inputs);
-  const int threads = cpu::useful_threads(params.shape);
+  const int threads = cpu::useful_threads(cpu::work_of(params.shape));
   const cpu::ForwardPlan plan =
       cpu::plan_call(cpu::kernels_of(table.forward, args.query.scalar_type()), params, threads).plan;
   const PathText text = text_of(plan.path);

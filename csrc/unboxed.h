@@ -83,6 +83,9 @@ const T& get(const T& field) {
 inline OptionalTensor get(OrNone<const at::Tensor> field) {
   return optional_of(field.tensor);
 }
+inline OptionalTensor get(OrNone<at::Tensor> field) {
+  return optional_of(field.tensor);
+}
 
 template <class Call, class Fields = decltype(std::declval<Call&>().arguments())>
 struct Unboxed;

@@ -89,7 +89,7 @@ def test_opcheck_of_the_internal_forward(case, requires_grad, device):
         arguments = arguments.leaves()
     positional, options = call_list(arguments)
     for dropout_p, seed in ((0.0, None), (0.5, torch.tensor(3, device=device))):
-        more = {**OPTIONS, **options, "dropout_p": dropout_p, "dropout_seed": seed}
+        more = {**OPTIONS, **options, "dropout_p": dropout_p, "dropout_seed": seed, "sequences": None}
         more |= {"need_weights": True, "need_key_mass": True}
         torch.library.opcheck(torch.ops.attn_ext._sdpa_forward.default, positional, more)
 
@@ -103,7 +103,7 @@ def test_opcheck_of_the_internal_backward(case, requires_grad, device):
         arguments = arguments.leaves()
     grads = tuple(torch.randn_like(t) for t in (output, lse, weights, key_mass))
     positional, options = call_list(arguments)
-    more = {**OPTIONS, **options, "dropout_seed": None, "output": output, "lse": lse}
+    more = {**OPTIONS, **options, "dropout_seed": None, "sequences": None, "output": output, "lse": lse}
     differentiable = arguments.differentiable()
     more["output_mask"] = [name in differentiable for name in ("query", "key", "value", "attn_mask", "sinks")]
     op = torch.ops.attn_ext._sdpa_backward.default

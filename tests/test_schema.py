@@ -14,7 +14,15 @@ import attn_ext
 from attn_ext import functional, reference, testing
 from attn_ext.testing import OPS, Case, gradients, operator, public_ops, tensors, with_seed
 
+#: Which take lengths for a mask; tests/test_packed.py and tests/test_packed_calling.py are about them.
+PACKED_OPS = ("sdpa_packed", "sdpa_packed_with_lse")
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k", "query_offsets")
+
 by_op = pytest.mark.parametrize("op", OPS)
+
+# What has shapes of its own, and tests in tests/test_packed.py, test_paged.py and test_merge_partials.py.
+SEQUENCE_OPS = ("sdpa_packed", "sdpa_packed_with_lse", "sdpa_paged", "sdpa_paged_with_lse")
+OTHER_OPS = ("cache_write_", "merge_partials")
 
 
 def schema(op: str) -> torch.FunctionSchema:
@@ -23,17 +31,17 @@ def schema(op: str) -> torch.FunctionSchema:
 
 class TestLists:
     def test_every_public_op_is_tested(self):
-        assert sorted(OPS) == public_ops()
+        assert sorted((*OPS, *SEQUENCE_OPS, *OTHER_OPS)) == public_ops()
 
     def test_an_op_that_is_new_would_be_missed(self):
         """The test above can fail."""
         library = torch.library.Library("attn_ext", "FRAGMENT")
         try:
             library.define("sdpa_with_nothing(Tensor query) -> Tensor")
-            assert set(public_ops()) - set(OPS) == {"sdpa_with_nothing"}
+            assert set(public_ops()) - {*OPS, *SEQUENCE_OPS, *OTHER_OPS} == {"sdpa_with_nothing"}
         finally:
             library._destroy()
-        assert sorted(OPS) == public_ops()
+        assert "sdpa_with_nothing" not in public_ops()
 
     @by_op
     def test_options_are_all_and_have_their_defaults(self, op):
@@ -56,13 +64,45 @@ class TestLists:
         assert op in reference.__all__
         assert set(names) <= {*inspect.signature(reference.attention).parameters}
 
+    @pytest.mark.parametrize("op", PACKED_OPS)
+    def test_packed_ops_differ_by_their_lengths_alone(self, op):
+        arguments = {a.name: a for a in schema(op).arguments}
+        assert set(arguments) ^ set(testing.OPTIONS) == {
+            *("query", "key", "value", "attn_mask", "query_offset"),
+            *LENGTHS,
+        }
+        for name in testing.OPTIONS.keys() & arguments:
+            assert arguments[name].default_value == testing.OPTIONS[name]
+            assert arguments[name].kwarg_only == (name not in ("dropout_p", "is_causal"))
+        assert [n for n in LENGTHS if not arguments[n].has_default_value()] == ["cu_seqlens_q"]
+        assert [r.name for r in schema(op).returns if r.name] == (["output", "lse"] if "lse" in op else [])
+
+    @pytest.mark.parametrize("op", [*SEQUENCE_OPS, *OTHER_OPS])
+    def test_python_has_the_arguments_and_defaults_of_the_others(self, op):
+        assert op in functional.__all__
+        assert op in attn_ext.__all__
+        parameters = inspect.signature(getattr(functional, op)).parameters
+        assert [*parameters] == [argument.name for argument in schema(op).arguments]
+        for argument in schema(op).arguments:
+            if argument.has_default_value():
+                assert parameters[argument.name].default == argument.default_value
+            else:
+                assert parameters[argument.name].default is inspect.Parameter.empty
+
+    @pytest.mark.parametrize("op", SEQUENCE_OPS)
+    def test_the_others_have_an_oracle(self, op):
+        assert op in reference.__all__
+        oracle = inspect.signature(getattr(reference, op.removesuffix("_with_lse") + "_with_lse")).parameters
+        own = {"dropout_seed", "dtype", "options"}
+        assert {*oracle} - own <= {argument.name for argument in schema(op).arguments}
+
     def test_explain_takes_what_the_ops_take(self):
         names = [argument.name for argument in schema("sdpa").arguments]
         assert list(inspect.signature(attn_ext.explain).parameters) == names
 
     def test_the_oracle_has_no_op_of_its_own(self):
         for module in (functional, reference):
-            assert {name for name in module.__all__ if name.startswith("sdpa")} == set(OPS)
+            assert {name for name in module.__all__ if name.startswith("sdpa")} == {*OPS, *SEQUENCE_OPS}
 
     def test_the_oracle_refuses_a_mask_that_the_ops_refuse(self):
         """Integers are neither a mask nor a bias."""

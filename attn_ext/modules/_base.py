@@ -80,7 +80,7 @@ class AttentionModule(nn.Module):
         dropout_p = self.dropout if self.training else 0.0
         sinks = self.sinks
         if sinks is not None:  # noqa: SIM102 (TorchScript)
-            if sinks.size(0) == 1 and query.dim() > 2:  # one head; the op takes a batch dim for heads then
+            if sinks.size(0) == 1 and query.dim() > 2 and not query.is_nested:  # one head; dim -3 is heads
                 sinks = sinks.expand(query.size(-3))
         if not (need_weights or self.keep_weights):
             output = sdpa(

@@ -3,8 +3,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.jit import is_scripting  # type: ignore[attr-defined]
 from typing_extensions import Unpack
 
+from .._nested import like
+from ..caches import KeyValueCache
 from ._base import AttentionModule, ScoreOptions, check_sizes, default_to
 from ._masks import to_attn_mask
 from ._projection import project_packed, split_heads
@@ -177,11 +180,13 @@ class MultiHeadAttention(AttentionModule):
         need_weights: bool = False,
         average_weights: bool = False,
         query_offset: int = 0,
+        cache: KeyValueCache | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         r"""Attend from ``query`` to ``key``; self-attention if ``key`` is left out.
 
         Args:
-            query: :math:`(\dots, L_q, E)`; :math:`(L_q, E)` is one sequence.
+            query: :math:`(\dots, L_q, E)`; :math:`(L_q, E)` is one sequence; a jagged nested tensor
+                :math:`(B, j, E)` is sequences of different lengths, which takes no mask and gives no weights.
             key: :math:`(\dots, L_k, E_k)`; ``query`` if None.
             value: :math:`(\dots, L_k, E_v)`; ``key`` if None.
             mask: broadcasts to :math:`(\dots, H, L_q, L_k)`. Bool: **True is masked out**, the contrary of
@@ -193,6 +198,9 @@ class MultiHeadAttention(AttentionModule):
             need_weights: also return the weights.
             average_weights: return the mean of the weights over the heads.
             query_offset: position of the first query row among the keys, for window and causal triangle.
+            cache: the keys and values are written behind those that it has, and the query attends to all of
+                them, its last row standing at the last key. For inference, with inputs :math:`(B, L, E)`, no
+                mask, no weights and no ``query_offset``.
 
         Returns:
             The output :math:`(\dots, L_q, E)`, or :math:`(\dots, L_q, H D_v)` without an output projection,
@@ -202,12 +210,16 @@ class MultiHeadAttention(AttentionModule):
         Raises:
             ValueError: a mask that is neither bool nor floating, or that has three dims of which the first is
                 neither 1 nor :math:`B H`.
-            RuntimeError: what :func:`attn_ext.sdpa` refuses.
+            RuntimeError: what :func:`attn_ext.sdpa` refuses, or the cache; a cache with what it cannot have.
         """
         if key is None:
             key = query
         if value is None:
             value = key
+        if cache is not None:
+            if mask is not None or key_padding_mask is not None or need_weights or query_offset != 0:
+                raise RuntimeError("attn_ext: expected no mask, weights or query_offset with a cache")
+            return self._attend_cache(query, key, value, is_causal, cache), None
         transposed = not self.batch_first and query.dim() == 3
         batch_shape = [query.size(1)] if transposed else list(query.shape[:-2])
 
@@ -224,8 +236,37 @@ class MultiHeadAttention(AttentionModule):
             weights = weights.mean(dim=-3)
         return output, weights
 
+    def _attend_cache(
+        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, cache: KeyValueCache
+    ) -> Tensor:
+        nested = not is_scripting() and query.is_nested
+        if query.dim() != 3 or nested or (self.training and self.dropout > 0):
+            shape = "of a nested tensor" if nested else f"{list(query.shape)}"
+            raise RuntimeError(
+                "attn_ext: expected a query of shape (batch, length, features) with a cache, and no dropout "
+                f"in training, but got shape {shape} and dropout {self.dropout if self.training else 0.0}"
+            )
+        if not self.batch_first:
+            query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+        query, key, value = self.project(query, key, value)
+        cache.append(key, value)
+        attended = cache.attend(
+            query,
+            is_causal,
+            self.scale,
+            self.enable_gqa,
+            self.window_left,
+            self.window_right,
+            self.softcap,
+            self.sinks,
+        )
+        output: Tensor = self.out_proj(attended.transpose(-3, -2).flatten(-2))
+        return output if self.batch_first else output.transpose(0, 1)
+
     def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The query, key and value that the op is given: (…, heads, length, features of a head)."""
+        if not is_scripting() and query.is_nested:
+            return self._project_jagged(query, key, value)
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         features = [self.head_dim, self.head_dim, self.value_dim]
         if self.in_proj_weight is not None:
@@ -235,6 +276,19 @@ class MultiHeadAttention(AttentionModule):
             split_heads(self.key_proj(key), heads[1], features[1]),
             split_heads(self.value_proj(value), heads[2], features[2]),
         )
+
+    @torch.jit.unused
+    def _project_jagged(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The rows of all sequences at once: torch cannot take the gradient of a nested tensor's split."""
+        query_rows = query.values()
+        key_rows = query_rows if key is query else key.values()
+        value_rows = key_rows if value is key else value.values()
+        projected = self.project(query_rows, key_rows, value_rows)
+        jagged = [
+            like(heads.transpose(0, 1), tensor).transpose(1, 2)
+            for heads, tensor in zip(projected, (query, key, value), strict=True)
+        ]
+        return jagged[0], jagged[1], jagged[2]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         """Loads either layout; `state_dict` is load_state_dict's own copy."""

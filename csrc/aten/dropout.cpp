@@ -48,7 +48,8 @@ at::Tensor batch_index(const Problem& problem, int64_t seed_dims, const at::Tens
     shape[dim] = problem.whole_lead[dim];
     count *= problem.whole_lead[dim];
   }
-  return of_part(problem, at::arange(count, options).view(shape));
+  const at::Tensor index = at::arange(count, options) * problem.batch_step + problem.first_batch;
+  return of_part(problem, index.view(shape));
 }
 
 /// Of the query's heads, of the same dims.

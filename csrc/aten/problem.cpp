@@ -87,6 +87,8 @@ Problem describe(const SdpaArgs& args, Seed seed) {
   problem.softcap = softcap_of(args);
   problem.dropout_p = args.dropout_p;
   problem.band = band_of(args);
+  problem.first_batch = args.first_batch;
+  problem.batch_step = args.batch_step;
   problem.output_order =
       memory_order(args.query, static_cast<int64_t>(sizes.batch.size()) + (sizes.has_heads ? 3 : 2));
   return problem;

@@ -48,12 +48,13 @@ struct Problem {
   MemoryOrder output_order;  // of its dims as the caller has them
 
   // In the dtype of accumulation (key and value: once for all chunks), undefined where absent.
-  at::Tensor query;         // (lead, Lq, D), still in its own dtype: converted a chunk at a time
-  at::Tensor key, value;    // (lead, Lk, D), (lead, Lk, Dv)
-  at::Tensor attn_mask;     // (lead, Lq or 1, Lk or 1), in its own dtype
-  at::Tensor sinks;         // (lead)
-  at::Tensor dropout_seed;  // (seed dims, 1...) of as many dims as a score tensor
-  int64_t seed_dims = 0;    // the leading batch dims that the seed covers
+  at::Tensor query;                 // (lead, Lq, D), still in its own dtype: converted a chunk at a time
+  at::Tensor key, value;            // (lead, Lk, D), (lead, Lk, Dv)
+  at::Tensor attn_mask;             // (lead, Lq or 1, Lk or 1), in its own dtype
+  at::Tensor sinks;                 // (lead)
+  at::Tensor dropout_seed;          // (seed dims, 1...) of as many dims as a score tensor
+  int64_t seed_dims = 0;            // the leading batch dims that the seed covers
+  int64_t first_batch, batch_step;  // of the draws, as in SdpaArgs
 
   /// (lead, tail...)
   Dims with_tail(std::initializer_list<int64_t> tail) const;

@@ -5,7 +5,10 @@
 
 #include <torch/library.h>
 
+#include <limits>
+
 #include "backward_chunk.h"
+#include "by_sequence.h"
 #include "chunk.h"
 #include "contract.h"
 #include "pieces.h"
@@ -13,6 +16,14 @@
 namespace attn_ext {
 
 SdpaOutputs forward_aten(const SdpaArgs& args, SideOutputs wanted) {
+  check_packed(args, wanted);
+  if (args.sequences.defined()) {
+    constexpr double kNothingSeen = -std::numeric_limits<double>::infinity();
+    SdpaOutputs outputs = outputs_by_sequence(
+        args, kNothingSeen, [](const SdpaArgs& one, const Sequence&) { return forward_aten(one, {}); });
+    outputs.output = in_order(outputs.output, memory_order(args.query, outputs.output.dim()));
+    return outputs;
+  }
   const Problem problem = make_problem(args);
   WholeOutputs outputs(problem, wanted);
   for_each_part(problem, [&](const Problem& part) {
@@ -30,6 +41,12 @@ SdpaOutputs forward_aten(const SdpaArgs& args, SideOutputs wanted) {
 SdpaInputs backward_aten(const SdpaOutputs& grads, const SdpaArgs& args, const at::Tensor& output,
                          const at::Tensor& lse, InputMask wanted) {
   check_backward(grads, args, output, lse, wanted);
+  if (args.sequences.defined()) {
+    return gradients_by_sequence(args, [&](const SdpaArgs& one, const Sequence& sequence) {
+      const SdpaOutputs outputs = of_sequence(SdpaOutputs{output, lse, {}, {}}, sequence);
+      return backward_aten(of_sequence(grads, sequence), one, outputs.output, outputs.lse, wanted);
+    });
+  }
   const Problem problem = make_problem(args);
   const OutputGrads canonical = canonical_grads(problem, grads);
   WholeGradients gradients(problem);

@@ -4,6 +4,7 @@
 
 #include "../cpu/fork.h"
 #include "backward_chunk.h"
+#include "by_sequence.h"
 #include "chunk.h"
 #include "contract.h"
 #include "pieces.h"
@@ -172,6 +173,11 @@ ScoreGrads score_grad_tangents(const Problem& problem, const Chunk& chunk, const
 }  // namespace
 
 SdpaOutputs forward_tangents(const SdpaArgs& args, const SdpaInputs& direction, SideOutputs wanted) {
+  if (args.sequences.defined()) {
+    return outputs_by_sequence(args, 0, [&](const SdpaArgs& one, const Sequence& sequence) {
+      return forward_tangents(one, of_sequence(direction, sequence), wanted);
+    });
+  }
   const cpu::OneThreadInForkedChild guard;
   const Problem problem = make_problem(specialized(args));
   const Direction canonical = canonical_direction(problem, specialized(direction));
@@ -195,6 +201,12 @@ SdpaOutputs forward_tangents(const SdpaArgs& args, const SdpaInputs& direction, 
 
 SdpaInputs backward_tangents(const SdpaOutputs& grads, const SdpaArgs& args, const SdpaOutputs& grad_tangents,
                              const SdpaInputs& direction, InputMask wanted) {
+  if (args.sequences.defined()) {
+    return gradients_by_sequence(args, [&](const SdpaArgs& one, const Sequence& sequence) {
+      return backward_tangents(of_sequence(grads, sequence), one, of_sequence(grad_tangents, sequence),
+                               of_sequence(direction, sequence), wanted);
+    });
+  }
   const cpu::OneThreadInForkedChild guard;
   const SdpaArgs plain_args = specialized(args);
   const Problem problem = make_problem(plain_args);

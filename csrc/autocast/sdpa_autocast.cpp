@@ -3,7 +3,7 @@
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
-#include "../composite/sdpa_composite.h"
+#include "../composite/sdpa_packed_composite.h"
 
 namespace attn_ext {
 
@@ -17,25 +17,35 @@ at::Tensor cast_addend(at::ScalarType dtype, const at::Tensor& tensor, c10::Devi
   return cast ? at::autocast::cached_cast(dtype, tensor, device) : tensor;
 }
 
-template <auto composite, c10::DeviceType device>
-auto autocast(const SdpaArgs& args) {
+/// Args is SdpaArgs or PackedCall.
+template <auto composite, c10::DeviceType device, class Args>
+auto autocast(const Args& args) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(kAutocastKeys);
   const auto dtype = at::autocast::get_lower_precision_fp_from_device_type(device);
-  SdpaArgs lower = args;
+  Args lower = args;
   lower.query = at::autocast::cached_cast(dtype, args.query, device);
   lower.key = at::autocast::cached_cast(dtype, args.key, device);
   lower.value = at::autocast::cached_cast(dtype, args.value, device);
-  lower.attn_mask = cast_addend(lower.query.scalar_type(), args.attn_mask, device);
   lower.sinks = cast_addend(lower.query.scalar_type(), args.sinks, device);
+  if constexpr (requires { lower.attn_mask; }) {
+    lower.attn_mask = cast_addend(lower.query.scalar_type(), args.attn_mask, device);
+  }
   return composite(lower);
 }
 
+template <auto composite, c10::DeviceType device>
+constexpr auto kPublic = public_kernel<&autocast<composite, device, SdpaArgs>>;
+template <auto composite, c10::DeviceType device>
+constexpr auto kPacked = &Unboxed<PackedCall>::kernel<&autocast<composite, device, PackedCall>>;
+
 template <c10::DeviceType device>
 void register_autocast(torch::Library& m) {
-  m.impl("sdpa", TORCH_FN((public_kernel<&autocast<&sdpa_composite, device>>)));
-  m.impl("sdpa_with_weights", TORCH_FN((public_kernel<&autocast<&sdpa_with_weights_composite, device>>)));
-  m.impl("sdpa_with_lse", TORCH_FN((public_kernel<&autocast<&sdpa_with_lse_composite, device>>)));
-  m.impl("sdpa_with_key_mass", TORCH_FN((public_kernel<&autocast<&sdpa_with_key_mass_composite, device>>)));
+  m.impl("sdpa", TORCH_FN((kPublic<&sdpa_composite, device>)));
+  m.impl("sdpa_with_weights", TORCH_FN((kPublic<&sdpa_with_weights_composite, device>)));
+  m.impl("sdpa_with_lse", TORCH_FN((kPublic<&sdpa_with_lse_composite, device>)));
+  m.impl("sdpa_with_key_mass", TORCH_FN((kPublic<&sdpa_with_key_mass_composite, device>)));
+  m.impl("sdpa_packed", TORCH_FN((kPacked<&sdpa_packed_composite, device>)));
+  m.impl("sdpa_packed_with_lse", TORCH_FN((kPacked<&sdpa_packed_with_lse_composite, device>)));
 }
 
 }  // namespace

@@ -33,7 +33,7 @@ class SavedArgs {
   void save(const SdpaArgs& args) {
     scalars_ = args;
     for (at::Tensor* tensor : {&scalars_.query, &scalars_.key, &scalars_.value, &scalars_.attn_mask,
-                               &scalars_.sinks, &scalars_.dropout_seed}) {
+                               &scalars_.sinks, &scalars_.dropout_seed, &scalars_.sequences}) {
       tensor->reset();
     }
     query_ = SavedVariable(args.query, false);
@@ -42,6 +42,7 @@ class SavedArgs {
     attn_mask_ = SavedVariable(args.attn_mask, false);
     sinks_ = SavedVariable(args.sinks, false);
     dropout_seed_ = SavedVariable(args.dropout_seed, false);
+    sequences_ = SavedVariable(args.sequences, false);
   }
 
   SdpaArgs unpack() const {
@@ -52,11 +53,13 @@ class SavedArgs {
     args.attn_mask = attn_mask_.unpack();
     args.sinks = sinks_.unpack();
     args.dropout_seed = dropout_seed_.unpack();
+    args.sequences = sequences_.unpack();
     return args;
   }
 
   void release() {
-    for (SavedVariable* variable : {&query_, &key_, &value_, &attn_mask_, &sinks_, &dropout_seed_}) {
+    for (SavedVariable* variable :
+         {&query_, &key_, &value_, &attn_mask_, &sinks_, &dropout_seed_, &sequences_}) {
       variable->reset_data();
     }
   }
@@ -64,8 +67,8 @@ class SavedArgs {
   /// tensor(saved variable) and scalar(number) for everything that is saved.
   template <class Self, class OfTensor, class OfScalar>
   static void visit(Self& self, OfTensor tensor, OfScalar scalar) {
-    for (auto* variable :
-         {&self.query_, &self.key_, &self.value_, &self.attn_mask_, &self.sinks_, &self.dropout_seed_}) {
+    for (auto* variable : {&self.query_, &self.key_, &self.value_, &self.attn_mask_, &self.sinks_,
+                           &self.dropout_seed_, &self.sequences_}) {
       tensor(*variable);
     }
     std::apply([&](auto&... number) { (scalar(number), ...); }, scalars_of(self.scalars_));
@@ -73,14 +76,14 @@ class SavedArgs {
 
  private:
   SdpaArgs scalars_;
-  SavedVariable query_, key_, value_, attn_mask_, sinks_, dropout_seed_;
+  SavedVariable query_, key_, value_, attn_mask_, sinks_, dropout_seed_, sequences_;
 };
 
 /// f for every field of the arguments.
 template <class F>
 void args_fields(SdpaArgs& args, F f) {
-  for (at::Tensor* tensor :
-       {&args.query, &args.key, &args.value, &args.attn_mask, &args.sinks, &args.dropout_seed}) {
+  for (at::Tensor* tensor : {&args.query, &args.key, &args.value, &args.attn_mask, &args.sinks,
+                             &args.dropout_seed, &args.sequences}) {
     f(*tensor);
   }
   std::apply([&](auto&... number) { (f(number), ...); }, scalars_of(args));

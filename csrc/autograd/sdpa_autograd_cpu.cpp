@@ -1,11 +1,12 @@
-// `sdpa` on plain CPU tensors that no derivative is asked of: straight to the kernels. Short calls take less
-// time than a second way through the dispatcher; every other call is the composite, as without this file.
+// `sdpa` and `sdpa_packed` on plain CPU tensors that no derivative is asked of: straight to the kernels.
+// Short calls take less time than a second way through the dispatcher; every other call is the composite, as
+// without this file.
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
-#include "../composite/sdpa_composite.h"
+#include "../composite/sdpa_packed_composite.h"
 #include "../cpu/forward.h"
 
 namespace attn_ext {
@@ -21,24 +22,32 @@ bool is_plain(c10::DispatchKeySet keys) {
   return (keys & c10::after_ADInplaceOrView_keyset).highestPriorityTypeId() == c10::DispatchKey::CPU;
 }
 
-bool wants_derivatives(const SdpaArgs& args) {
-  return torch::autograd::compute_requires_grad(args.query, args.key, args.value, args.attn_mask,
-                                                args.sinks) ||
-         has_tangent(args.query) || has_tangent(args.key) || has_tangent(args.value) ||
-         has_tangent(args.attn_mask) || has_tangent(args.sinks);
+bool wants_derivatives(const auto&... inputs) {
+  return torch::autograd::compute_requires_grad(inputs...) || (has_tangent(inputs) || ...);
 }
 
 at::Tensor sdpa_cpu(c10::DispatchKeySet keys, const SdpaArgs& args) {
-  if (args.dropout_p != 0.0 || !is_plain(keys) || wants_derivatives(args)) {
+  if (args.dropout_p != 0.0 || !is_plain(keys) ||
+      wants_derivatives(args.query, args.key, args.value, args.attn_mask, args.sinks)) {
     return sdpa_composite(args);
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   return cpu::output_cpu(args);
 }
 
+at::Tensor sdpa_packed_cpu(c10::DispatchKeySet keys, const PackedCall& call) {
+  if (call.dropout_p != 0.0 || !is_plain(keys) ||
+      wants_derivatives(call.query, call.key, call.value, call.sinks)) {
+    return sdpa_packed_composite(call);
+  }
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return cpu::output_cpu(heads_first(call, &packed_sequences_cpu)).transpose(0, 1);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(attn_ext, AutogradCPU, m) {
+  m.impl("sdpa_packed", TORCH_FN((Unboxed<PackedCall>::kernel_with_keys<&sdpa_packed_cpu>)));
   m.impl("sdpa", TORCH_FN((public_kernel_with_keys<&sdpa_cpu>)));
 }
 

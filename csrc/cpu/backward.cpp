@@ -11,6 +11,7 @@
 #include "fork.h"
 #include "huge_pages.h"
 #include "outgoing_grads.h"
+#include "packed.h"
 #include "planned_call.h"
 #include "tasks.h"
 
@@ -71,6 +72,25 @@ BackwardParams slice_of(const BackwardParams& whole, int64_t batch, int64_t batc
   return slice;
 }
 
+/// The same for one of some packed sequences; sinks have a row of gradients for each.
+BackwardParams sequence_of(const BackwardParams& slice, const Sequence& sequence, int64_t number,
+                           int64_t count, int64_t sink_grads, int64_t element_bytes,
+                           int64_t accumulator_bytes) {
+  BackwardParams one = of_sequence(slice, sequence, number, count, element_bytes, accumulator_bytes);
+  const auto grad_from_row = [&](GradView& view, int64_t row) {
+    view = {from_row(view, row, view.wide ? accumulator_bytes : element_bytes), view.wide};
+  };
+  one.grad_output = from_row(slice.grad_output, sequence.query_begin, element_bytes);
+  one.grad_lse = from_row(slice.grad_lse, sequence.query_begin, accumulator_bytes);
+  grad_from_row(one.grad_query, sequence.query_begin);
+  grad_from_row(one.grad_key, sequence.key_begin);
+  grad_from_row(one.grad_value, sequence.key_begin);
+  if (slice.grad_sinks != nullptr) {
+    one.grad_sinks = static_cast<char*>(slice.grad_sinks) + number * sink_grads * accumulator_bytes;
+  }
+  return one;
+}
+
 /// Everything that the kernels write to.
 struct OutgoingGrads {
   OutgoingGrads(const SdpaArgs& args, InputMask wanted, Inputs& inputs)
@@ -86,7 +106,8 @@ struct OutgoingGrads {
       mask = with_huge_pages(at::empty(args.attn_mask.sizes(), accumulated)).zero_();
     }
     if (wanted.sinks) {
-      sinks = at::zeros({sizes.batch, sizes.heads}, accumulated);
+      const int64_t sequences = args.sequences.defined() ? args.sequences.size(0) : 1;
+      sinks = at::zeros({sequences, sizes.batch, sizes.heads}, accumulated);
     }
     const int64_t batch_bytes = query.slice_bytes() + key.slice_bytes() + value.slice_bytes();
     slice = batch_bytes == 0
@@ -106,7 +127,7 @@ struct OutgoingGrads {
   int64_t slice;  // batches that the kernels are given at a time
   OutgoingGrad query, key, value;
   at::Tensor mask;   // in its own shape, in the dtype of accumulation
-  at::Tensor sinks;  // (batch, heads), the same
+  at::Tensor sinks;  // (sequences, batch, heads), the same
 };
 
 BackwardParams params_of(Inputs& inputs, const IncomingGrads& incoming, const OutgoingGrads& outgoing,
@@ -114,6 +135,7 @@ BackwardParams params_of(Inputs& inputs, const IncomingGrads& incoming, const Ou
   auto params = params_over<BackwardParams>(inputs);
   params.output = inputs.views.matrix(output);
   params.lse = lse.const_data_ptr();
+  params.lse_stride = inputs.sizes.query_len;
   params.grad_output = readable(inputs.views, incoming.output);
   params.grad_lse = readable(inputs.views, incoming.lse);
   params.grad_weights = readable(inputs.views, incoming.weights);
@@ -145,6 +167,14 @@ SdpaInputs backward_cpu(const SdpaOutputs& grads, const SdpaArgs& args, const at
   const auto bytes_of = [](const at::Tensor& t) {
     return t.defined() ? static_cast<int64_t>(t.element_size()) : 0;
   };
+  std::vector<Sequence> sequences;
+  if (args.sequences.defined()) {
+    sequences = sequences_of(args);
+    outgoing.query.zero_gaps(has_gaps(sequences, &Sequence::query_len, sizes.query_len));
+    const bool keys_left_out = has_gaps(sequences, &Sequence::key_len, sizes.key_len);
+    outgoing.key.zero_gaps(keys_left_out);
+    outgoing.value.zero_gaps(keys_left_out);
+  }
   for (int64_t batch = 0; batch < sizes.batch; batch += outgoing.slice) {
     const int64_t batches = std::min(outgoing.slice, sizes.batch - batch);
     BackwardParams part = slice_of(params, batch, batches, bytes_of(args.query), bytes_of(plain_lse),
@@ -152,8 +182,17 @@ SdpaInputs backward_cpu(const SdpaOutputs& grads, const SdpaArgs& args, const at
     part.grad_query = outgoing.query.slice_from(batch);
     part.grad_key = outgoing.key.slice_from(batch);
     part.grad_value = outgoing.value.slice_from(batch);
-    const int threads = useful_threads(part.shape);
-    run_rounds(plan_call(kernels_of(table->backward, dtype), part, threads), threads);
+    const int threads = useful_threads(work_of(part.shape));
+    if (args.sequences.defined()) {
+      std::vector<BackwardParams> problems;
+      for (int64_t i = 0; i < std::ssize(sequences); ++i) {
+        problems.push_back(sequence_of(part, sequences[static_cast<size_t>(i)], i, std::ssize(sequences),
+                                       sizes.batch * sizes.heads, bytes_of(args.query), bytes_of(plain_lse)));
+      }
+      run_problems(kernels_of(table->backward, dtype), problems);
+    } else {
+      run_rounds(plan_call(kernels_of(table->backward, dtype), part, threads), threads);
+    }
     outgoing.add_slice(batch, batches, threads);
   }
   return {outgoing.query.result(), outgoing.key.result(), outgoing.value.result(),

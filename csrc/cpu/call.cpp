@@ -87,10 +87,13 @@ Inputs::Inputs(const SdpaArgs& args, const SdpaSizes& checked) : sizes(checked),
   }
 }
 
-int useful_threads(const AttentionShape& shape) {
-  const double work = static_cast<double>(shape.batch) * static_cast<double>(shape.query_heads) *
-                      static_cast<double>(shape.query_len) * static_cast<double>(shape.key_len) *
-                      static_cast<double>(shape.head_dim + shape.value_dim);
+double work_of(const AttentionShape& shape) {
+  return static_cast<double>(shape.batch) * static_cast<double>(shape.query_heads) *
+         static_cast<double>(shape.query_len) * static_cast<double>(shape.key_len) *
+         static_cast<double>(shape.head_dim + shape.value_dim);
+}
+
+int useful_threads(double work) {
   return work < kSerialWork || at::in_parallel_region() ? 1 : at::get_num_threads();
 }
 

@@ -40,7 +40,10 @@ const Kernels& kernels_of(const Kernels (&kernels)[kKernelDtypes], at::ScalarTyp
   }
 }
 
-/// 1 where starting threads would take longer than the work.
-int useful_threads(const AttentionShape& shape);
+/// Multiply-adds of a call of which all is visible.
+double work_of(const AttentionShape& shape);
+
+/// 1 where starting threads would take longer than so many multiply-adds.
+int useful_threads(double work);
 
 }  // namespace attn_ext::cpu

@@ -2,14 +2,13 @@
 
 #include "forward.h"
 
-#include <ATen/EmptyTensor.h>
 #include <torch/library.h>
 
 #include "../aten/sdpa_aten.h"
-#include "../memory_order.h"
 #include "call.h"
 #include "fork.h"
-#include "huge_pages.h"
+#include "outputs.h"
+#include "packed.h"
 #include "planned_call.h"
 #include "tasks.h"
 
@@ -18,24 +17,25 @@ namespace attn_ext::cpu {
 namespace {
 
 void run_forward(const KernelTable& table, at::ScalarType dtype, const ForwardParams& params) {
-  const int threads = useful_threads(params.shape);
+  const int threads = useful_threads(work_of(params.shape));
   run_rounds(plan_call(kernels_of(table.forward, dtype), params, threads), threads);
 }
 
-/// Through no dispatcher: all keys above the CPU's are done with.
-at::Tensor empty_output(const CallSizes& sizes, std::initializer_list<int64_t> tail, at::ScalarType dtype) {
-  return at::Tensor(with_huge_pages(at::detail::empty_cpu(sizes.output_shape(tail), dtype)));
-}
-
-at::Tensor empty_output_like(const at::Tensor& query, const CallSizes& sizes) {
-  const auto shape = sizes.output_shape({sizes.query_len, sizes.value_dim});
-  const auto strides = dense_strides<int64_t>(shape, memory_order(query, static_cast<int64_t>(shape.size())));
-  return at::Tensor(with_huge_pages(at::detail::empty_strided_cpu(shape, strides, query.scalar_type())));
-}
-
-void add_output(Inputs& inputs, ForwardParams& params, const at::Tensor& output) {
-  params.output = inputs.views.writable(output);
-  params.output.column_stride = 1;
+void run_packed_forward(const KernelTable& table, const SdpaArgs& args, const ForwardParams& params,
+                        const SdpaOutputs& outputs) {
+  const std::vector<Sequence> sequences = sequences_of(args);
+  fill_gaps(has_gaps(sequences, &Sequence::query_len, params.shape.query_len), outputs);
+  const auto count = static_cast<int64_t>(sequences.size());
+  const auto bytes = static_cast<int64_t>(outputs.output.element_size());
+  const auto accumulator_bytes =
+      static_cast<int64_t>(c10::elementSize(accumulation_dtype(args.query.scalar_type())));
+  std::vector<ForwardParams> problems;
+  problems.reserve(sequences.size());
+  for (int64_t i = 0; i < count; ++i) {
+    problems.push_back(
+        of_sequence(params, sequences[static_cast<size_t>(i)], i, count, bytes, accumulator_bytes));
+  }
+  run_problems(kernels_of(table.forward, args.query.scalar_type()), problems);
 }
 
 SdpaOutputs forward_cpu(const SdpaArgs& args, SideOutputs wanted) {
@@ -44,6 +44,7 @@ SdpaOutputs forward_cpu(const SdpaArgs& args, SideOutputs wanted) {
   if (table == nullptr) {
     return forward_aten(args, wanted);
   }
+  check_packed(args, wanted);
   Inputs inputs(args, check_args(args));
   const CallSizes& sizes = inputs.sizes;
   const auto dtype = args.query.scalar_type();
@@ -55,6 +56,7 @@ SdpaOutputs forward_cpu(const SdpaArgs& args, SideOutputs wanted) {
   auto params = params_over<ForwardParams>(inputs);
   add_output(inputs, params, outputs.output);
   params.lse = outputs.lse.mutable_data_ptr();
+  params.lse_stride = sizes.query_len;
   if (wanted.weights) {
     outputs.weights = empty_output(sizes, {sizes.query_len, sizes.key_len}, dtype);
     params.weights = inputs.views.writable(outputs.weights);
@@ -63,6 +65,10 @@ SdpaOutputs forward_cpu(const SdpaArgs& args, SideOutputs wanted) {
   if (wanted.key_mass) {
     outputs.key_mass = empty_output(sizes, {sizes.key_len}, accumulated).zero_();
     params.key_mass = outputs.key_mass.mutable_data_ptr();
+  }
+  if (args.sequences.defined()) {
+    run_packed_forward(*table, args, params, outputs);
+    return outputs;
   }
   run_forward(*table, dtype, params);
   if (wanted.key_mass) {
@@ -85,7 +91,11 @@ at::Tensor output_cpu(const SdpaArgs& args) {
   at::Tensor output = empty_output_like(args.query, sizes);
   auto params = params_over<ForwardParams>(inputs);
   add_output(inputs, params, output);
-  run_forward(*table, dtype, params);
+  if (args.sequences.defined()) {
+    run_packed_forward(*table, args, params, {output, {}, {}, {}});
+  } else {
+    run_forward(*table, dtype, params);
+  }
   return output;
 }
 

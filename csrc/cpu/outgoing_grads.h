@@ -49,6 +49,13 @@ class OutgoingGrad {
   /// Of a batch, 0 where nothing is added up.
   int64_t slice_bytes() const { return is_sum_ ? heads_ * matrix_size_ * grad_.element_size() : 0; }
 
+  /// Zero in what the kernels write to, where rows belong to no sequence.
+  void zero_gaps(bool any) const {
+    if (any && grad_.defined()) {
+      (is_sum_ ? slice_ : grad_).zero_();
+    }
+  }
+
   void make_slice(int64_t batches, int64_t columns) {
     if (!is_sum_) {
       return;
@@ -113,7 +120,7 @@ class OutgoingGrad {
   GradView slice_view_;
 };
 
-/// The gradients of sinks, (batch..., Hq), in the shape of the sinks.
+/// The gradients of sinks, (sequences, batch, Hq), in the shape of the sinks.
 inline at::Tensor sum_sinks(Views& views, const CallSizes& sizes, const at::Tensor& grads,
                             const at::Tensor& sinks) {
   if (!grads.defined()) {
@@ -123,10 +130,11 @@ inline at::Tensor sum_sinks(Views& views, const CallSizes& sizes, const at::Tens
   const TensorView view = views.per_head(sum);
   void* sums = sum.mutable_data_ptr();
   const auto add = [&](auto* to, const auto* from) {
-    for (int64_t b = 0; b < sizes.batch; ++b) {
+    for (int64_t i = 0; i < grads.size(0) * sizes.batch; ++i) {
+      const int64_t b = i % sizes.batch;
       const int64_t offset = view.batch_offsets != nullptr ? view.batch_offsets[b] : b * view.batch_stride;
       for (int64_t h = 0; h < sizes.heads; ++h) {
-        to[offset + h * view.head_stride] += from[b * sizes.heads + h];
+        to[offset + h * view.head_stride] += from[i * sizes.heads + h];
       }
     }
   };

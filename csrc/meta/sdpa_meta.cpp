@@ -18,6 +18,7 @@ at::Tensor empty_in_order_of(const at::Tensor& input, c10::SymIntArrayRef sizes)
 
 SdpaOutputs forward_meta(const SdpaArgs& args, SideOutputs wanted) {
   const SdpaSizes sizes = check_args(args);
+  check_packed(args, wanted);
   const auto options = args.query.options();
   const auto accumulated = options.dtype(accumulation_dtype(args.query.scalar_type()));
   SdpaOutputs outputs;

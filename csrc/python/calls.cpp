@@ -3,14 +3,14 @@
 #include "calls.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
-#include <attn_ext/attn_ext.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <array>
 
-#include "../args.h"
+#include "../composite/sdpa_packed_composite.h"
+#include "../paged/call.h"
 
 namespace attn_ext {
 
@@ -33,7 +33,7 @@ bool read(PyObject* object, double& number) {
   return true;
 }
 
-bool read(PyObject* object, int64_t& number) {
+bool read(PyObject* object, c10::SymInt& number) {
   int overflow = 0;
   if (!PyLong_CheckExact(object)) {
     return false;
@@ -52,11 +52,15 @@ bool read(PyObject* object, std::optional<T>& value) {
   return object == Py_None || read(object, value.emplace());
 }
 
+bool read(PyObject* object, OrNone<at::Tensor> field) {
+  return object == Py_None || read(object, field.tensor);
+}
+
 PyObject* wrap(const at::Tensor& tensor) {
   return THPVariable_Wrap(tensor);
 }
 
-PyObject* wrap(const std::tuple<at::Tensor, at::Tensor>& pair) {
+PyObject* wrap(const TensorPair& pair) {
   PyObject* first = wrap(std::get<0>(pair));
   PyObject* second = wrap(std::get<1>(pair));
   PyObject* both = first != nullptr && second != nullptr ? PyTuple_Pack(2, first, second) : nullptr;
@@ -65,61 +69,95 @@ PyObject* wrap(const std::tuple<at::Tensor, at::Tensor>& pair) {
   return both;
 }
 
-constexpr size_t kPositional = 6;  // query to is_causal; what follows is given by keyword
-constexpr size_t kKeywords = Unboxed<PublicCall>::kArguments - kPositional;
+/// How many arguments, from the first on, come by position; what follows is given by keyword.
+template <class Call>
+constexpr size_t kPositional = 7;
+template <>
+constexpr size_t kPositional<PublicCall> = 6;
 
-/// Of the keywords in the schema's order. Interned, as names in Python's code are: the same name is the same
-/// object.
-std::array<PyObject*, kKeywords> keywords;
+/// In the schema's order. Interned, as names in Python's code are: the same name is the same object.
+template <class Call>
+std::array<PyObject*, Unboxed<Call>::kArguments - kPositional<Call>> keywords;
 
+template <class Call>
 bool are_keywords(PyObject* names) {
-  return names != nullptr && PyTuple_GET_SIZE(names) == std::ssize(keywords) &&
-         std::equal(keywords.begin(), keywords.end(), PySequence_Fast_ITEMS(names));
+  return names != nullptr && PyTuple_GET_SIZE(names) == std::ssize(keywords<Call>) &&
+         std::equal(keywords<Call>.begin(), keywords<Call>.end(), PySequence_Fast_ITEMS(names));
+}
+
+/// A jagged tensor, which is packed sequences: the function of that name in attn_ext._nested takes it.
+PyObject* nested_function(PyObject* query, PyObject* op_of_torch) {
+  if (!THPVariable_Check(query) || !THPVariable_Unpack(query).is_nested()) {
+    return nullptr;
+  }
+  const pybind11::handle op = op_of_torch;
+  const auto functions = pybind11::module_::import("attn_ext._nested").attr("FUNCTIONS");
+  return functions.attr("get")(op.attr("__name__"), op).ptr();  // the dict holds it, or the caller
 }
 
 /// `op_of_torch` takes over where an argument is not of the very type that the schema names, or a torch
 /// function mode is active: it knows what to do or what to say.
-template <auto op>
+template <class Call, class Result, const char* name>
 PyObject* call(PyObject* op_of_torch, PyObject* const* arguments, Py_ssize_t positional, PyObject* names) {
   HANDLE_TH_ERRORS
-  at::Tensor query, key, value;
-  SdpaOptions options;
+  static const auto op = find_op<Call, Result>(name);
+  Call call;
   PyObject* const* next = arguments;
-  const auto read_all = [&](auto&... argument) { return (read(*next++, argument) && ...); };
-  const bool plain = positional == kPositional && are_keywords(names) &&
-                     !at::impl::torch_function_mode_enabled() &&
-                     std::apply(read_all, std::tuple_cat(fields(query, key, value), options_of(options)));
+  const auto read_all = [&](auto&&... argument) { return (read(*next++, argument) && ...); };
+  const bool plain = positional == std::ssize(std::array<char, kPositional<Call>>{}) &&
+                     are_keywords<Call>(names) && !at::impl::torch_function_mode_enabled() &&
+                     std::apply(read_all, call.arguments());
   if (!plain) {
-    return PyObject_Vectorcall(op_of_torch, arguments, positional, names);
+    PyObject* const nested = positional > 0 ? nested_function(arguments[0], op_of_torch) : nullptr;
+    return PyObject_Vectorcall(nested != nullptr ? nested : op_of_torch, arguments, positional, names);
   }
   const auto result = [&] {
     const pybind11::gil_scoped_release no_gil;
-    return op(query, key, value, options);
+    return call_op(op, call.arguments());
   }();
   return wrap(result);
   END_HANDLE_TH_ERRORS
 }
 
-template <auto op>
-PyMethodDef method(const char* name) {
-  const auto function = reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call<op>));
-  return {name, function, METH_FASTCALL | METH_KEYWORDS, nullptr};
+constexpr char kSdpa[] = "attn_ext::sdpa";
+constexpr char kWithWeights[] = "attn_ext::sdpa_with_weights";
+constexpr char kWithLse[] = "attn_ext::sdpa_with_lse";
+constexpr char kWithKeyMass[] = "attn_ext::sdpa_with_key_mass";
+constexpr char kPacked[] = "attn_ext::sdpa_packed";
+constexpr char kPackedWithLse[] = "attn_ext::sdpa_packed_with_lse";
+constexpr char kPaged[] = "attn_ext::sdpa_paged";
+constexpr char kPagedWithLse[] = "attn_ext::sdpa_paged_with_lse";
+
+template <class Call, class Result, const char* name>
+PyMethodDef method() {
+  const auto function =
+      reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call<Call, Result, name>));
+  return {name + sizeof("attn_ext::") - 1, function, METH_FASTCALL | METH_KEYWORDS, nullptr};
 }
 
-PyMethodDef methods[] = {method<&sdpa>("sdpa"), method<&sdpa_with_weights>("sdpa_with_weights"),
-                         method<&sdpa_with_lse>("sdpa_with_lse"),
-                         method<&sdpa_with_key_mass>("sdpa_with_key_mass")};
+PyMethodDef methods[] = {
+    method<PublicCall, at::Tensor, kSdpa>(),    method<PublicCall, TensorPair, kWithWeights>(),
+    method<PublicCall, TensorPair, kWithLse>(), method<PublicCall, TensorPair, kWithKeyMass>(),
+    method<PackedCall, at::Tensor, kPacked>(),  method<PackedCall, TensorPair, kPackedWithLse>(),
+    method<PagedCall, at::Tensor, kPaged>(),    method<PagedCall, TensorPair, kPagedWithLse>()};
+
+template <class Call>
+void intern_keywords(const char* op) {
+  const auto& schema = c10::Dispatcher::singleton().findSchemaOrThrow(op, "").schema();
+  for (size_t i = 0; i < keywords<Call>.size(); ++i) {
+    keywords<Call>[i] = PyUnicode_InternFromString(schema.arguments()[kPositional<Call> + i].name().c_str());
+    if (keywords<Call>[i] == nullptr) {
+      throw pybind11::error_already_set();
+    }
+  }
+}
 
 }  // namespace
 
 void add_calls(pybind11::module_& module) {
-  const auto& schema = c10::Dispatcher::singleton().findSchemaOrThrow("attn_ext::sdpa", "").schema();
-  for (size_t i = 0; i < kKeywords; ++i) {
-    keywords[i] = PyUnicode_InternFromString(schema.arguments()[kPositional + i].name().c_str());
-    if (keywords[i] == nullptr) {
-      throw pybind11::error_already_set();
-    }
-  }
+  intern_keywords<PublicCall>(kSdpa);
+  intern_keywords<PackedCall>(kPacked);
+  intern_keywords<PagedCall>(kPaged);
   const pybind11::object ops = pybind11::module_::import("torch").attr("ops").attr("attn_ext");
   for (PyMethodDef& method : methods) {
     const pybind11::object op_of_torch = ops.attr(method.ml_name);

@@ -241,6 +241,7 @@ void set_params(const Case& c, Problem& in) {
   p.value = in.value.view;
   p.output = in.output.view;
   p.lse = in.lse.view.data;
+  p.lse_stride = c.query_len;
   p.grad_output = in.grad_output.view;
   p.grad_lse = in.grad_lse.view;
   p.grad_weights = in.grad_weights.view;

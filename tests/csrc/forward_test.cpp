@@ -93,6 +93,7 @@ cpu::ForwardParams make_params(const Case& c, const Inputs& in, Outputs& out) {
   p.value = in.value.view;
   p.output = out.output.view;
   p.lse = out.lse.view.data;
+  p.lse_stride = c.query_len;
   if (*c.mask) {
     p.rule.mask_kind = c.mask_kind;
     p.rule.mask = in.mask.view;

@@ -75,7 +75,7 @@ def run_case(case: Case, call: Call) -> dict[str, str]:
         **case.options,
     }
     operands = call.query, call.key, call.value
-    tensors = *operands, call.mask, call.sinks, call.seed
+    tensors = *operands, call.mask, call.sinks, call.seed, None
     scalars = tuple(options.values())
     results: dict[str, str] = {}
     torch.manual_seed(stable_number(case.name))  # the public function draws its seed

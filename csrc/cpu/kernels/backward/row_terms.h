@@ -50,9 +50,8 @@ RowTerms<S> take_row_terms(Arena& arena, int64_t rows) {
 // The rows' lse of a head, natural.
 template <typename S>
 ATTN_EXT_INLINE const typename S::Accum* lse_rows(const BackwardParams& params, int64_t batch, int64_t head) {
-  const AttentionShape& shape = params.shape;
   return static_cast<const typename S::Accum*>(params.lse) +
-         (batch * shape.query_heads + head) * shape.query_len;
+         (batch * params.shape.query_heads + head) * params.lse_stride;
 }
 
 // In units of log2. An infinite one is of a row with an infinite score or sink, whose weights are all NaN.
@@ -90,7 +89,11 @@ ATTN_EXT_INLINE bool any_far(const T* lse, int64_t rows) {
 template <typename T>
 bool any_far(const BackwardParams& params) {
   const AttentionShape& shape = params.shape;
-  return any_far(static_cast<const T*>(params.lse), shape.batch * shape.query_heads * shape.query_len);
+  const T* lse = static_cast<const T*>(params.lse);
+  for (int64_t head = 0; head < shape.batch * shape.query_heads; ++head) {
+    if (any_far(lse + head * params.lse_stride, shape.query_len)) return true;
+  }
+  return false;
 }
 
 // Takes a span of scores into the maximum of a far row, or, that known, into its sum.

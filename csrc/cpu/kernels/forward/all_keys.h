@@ -20,7 +20,7 @@ class AllKeys {
   static void run(const ForwardParams& params, const ForwardPlan& plan, int64_t round, int64_t task,
                   void* shared, void* scratch) {
     const AllKeys<S> call(params, plan, shared);
-    if (round == 0) return call.pack(task);
+    if (round == 0) return call.pack(task, scratch);
     round == 1 ? call.attend(task, scratch) : call.sum_key_mass(task);
   }
 
@@ -30,12 +30,14 @@ class AllKeys {
   AllKeys(const ForwardParams& params, const ForwardPlan& plan, void* shared)
       : params_(params), plan_(plan), shape_(params.shape), shared_(static_cast<char*>(shared)) {}
 
-  void pack(int64_t task) const {
+  void pack(int64_t task, void* scratch) const {
+    Arena arena{static_cast<char*>(scratch), 0};
     const int64_t parts = ceil_div(shape_.key_len, kPackKeys);
     const int64_t begin = task % parts * kPackKeys;
     const int64_t batch = task / parts / shape_.key_heads, key_head = task / parts % shape_.key_heads;
     pack_head(params_, plan_, shared_head(batch, key_head), batch, key_head,
-              {begin, smaller(begin + kPackKeys, shape_.key_len)});
+              {begin, smaller(begin + kPackKeys, shape_.key_len)},
+              take_query_scratch<S>(arena, params_, plan_).stored_rows);
   }
   void attend(int64_t task, void* scratch) const;
   void run_blocks(const QueryScratch<S>& scratch, const PackedHead<S>& packed, int64_t batch, int64_t head,
@@ -86,7 +88,7 @@ void AllKeys<S>::plan(const ForwardParams& params, int threads, ForwardPlan& pla
   if (query_units == 0 || rows == 0) return;
 
   Arena scratch{nullptr, 0}, packed{nullptr, 0};
-  take_query_scratch<S>(scratch, shape, plan);
+  take_query_scratch<S>(scratch, params, plan);
   take_packed_head<S>(params, plan, packed, shape.key_len);
   // A task that packs for itself finds what it has packed in its own cache; it takes all rows of a key head,
   // so there have to be many key heads for the threads to share them evenly.
@@ -109,7 +111,7 @@ template <typename S>
 void AllKeys<S>::attend(int64_t task, void* scratch) const {
   const int64_t group = group_size(shape_), segments = plan_.all_keys.segments;
   Arena arena{static_cast<char*>(scratch), 0};
-  const QueryScratch<S> query = take_query_scratch<S>(arena, shape_, plan_);
+  const QueryScratch<S> query = take_query_scratch<S>(arena, params_, plan_);
   if (plan_.all_keys.pack_once) {
     // The last rows of a causal head see most: they come first, so that no thread is left with them at the
     // end.
@@ -121,7 +123,7 @@ void AllKeys<S>::attend(int64_t task, void* scratch) const {
   const int64_t batch = task / shape_.key_heads, key_head = task % shape_.key_heads;
   PackedHead<S> packed = take_packed_head<S>(params_, plan_, arena, shape_.key_len);
   set_head(params_, plan_, packed, batch, key_head, 0);
-  pack_head(params_, plan_, packed, batch, key_head, {0, shape_.key_len});
+  pack_head(params_, plan_, packed, batch, key_head, {0, shape_.key_len}, query.stored_rows);
   for (int64_t head = key_head * group; head < (key_head + 1) * group; ++head) {
     for (int64_t segment = 0; segment < segments; ++segment) run_blocks(query, packed, batch, head, segment);
   }

@@ -41,15 +41,18 @@ class KeyPieces {
         shape_(params.shape),
         shared_(static_cast<T*>(shared)),
         arena_{static_cast<char*>(scratch), 0},
-        query_(take_query_scratch<S>(arena_, params.shape, plan)) {}
+        query_(take_query_scratch<S>(arena_, params, plan)) {}
 
   template <typename Body>
   void each_piece(int64_t task, Body body) const {
-    const int64_t tasks = ceil_div(plan_.pieces.count, plan_.pieces.per_task);
-    const int64_t key_head = task / tasks % shape_.key_heads, batch = task / tasks / shape_.key_heads;
-    const int64_t first = task % tasks * plan_.pieces.per_task;
-    for (int64_t piece = first; piece < smaller(first + plan_.pieces.per_task, plan_.pieces.count); ++piece) {
-      body(batch, key_head, piece);
+    const int64_t all = plan_.pieces.count * shape_.key_heads, tasks = ceil_div(all, plan_.pieces.per_task);
+    const int64_t batch = task / tasks, first = task % tasks * plan_.pieces.per_task;
+    for (int64_t i = first; i < smaller(first + plan_.pieces.per_task, all); ++i) {
+      if (plan_.pieces.heads_together) {
+        body(batch, i % shape_.key_heads, i / shape_.key_heads);
+      } else {
+        body(batch, i / plan_.pieces.count, i % plan_.pieces.count);
+      }
     }
   }
   Range piece_keys(int64_t piece) const {
@@ -121,9 +124,11 @@ void KeyPieces<S>::plan(const ForwardParams& params, int threads, ForwardPlan& p
 
   // Pieces that lie beside each other stream better; some tasks a thread are enough for an even share.
   const int64_t even = key_units * plan.pieces.count / (kTasksPerThread * threads);
-  plan.pieces.per_task = few_rows ? larger(1, smaller(even, plan.pieces.count)) : 1;
+  plan.pieces.per_task = few_rows ? larger(1, even) : 1;
+  plan.pieces.heads_together =
+      few_rows && shape.key_heads > 1 && params.key.head_stride < params.key.row_stride;
   plan.pieces.merged = plan.pieces.count > 1 || has_weights(params);
-  plan.round_tasks[0] = key_units * ceil_div(plan.pieces.count, plan.pieces.per_task);
+  plan.round_tasks[0] = shape.batch * ceil_div(shape.key_heads * plan.pieces.count, plan.pieces.per_task);
   if (plan.pieces.merged) {
     plan.round_tasks[1] = query_units;
     if (looks_twice(params)) plan.round_tasks[2] = plan.round_tasks[0];
@@ -132,7 +137,7 @@ void KeyPieces<S>::plan(const ForwardParams& params, int threads, ForwardPlan& p
                         static_cast<int64_t>(sizeof(T));
   }
   Arena scratch{nullptr, 0};
-  take_query_scratch<S>(scratch, shape, plan);
+  take_query_scratch<S>(scratch, params, plan);
   if (!few_rows) take_packed_head<S>(params, plan, scratch, plan.pieces.keys);
   plan.thread_bytes = scratch.used;
 }
@@ -144,7 +149,7 @@ PackedHead<S> KeyPieces<S>::pack_piece(int64_t batch, int64_t key_head, Range ke
   Arena arena = arena_;
   packed = take_packed_head<S>(params_, plan_, arena, plan_.pieces.keys);
   set_head(params_, plan_, packed, batch, key_head, keys.begin);
-  pack_head(params_, plan_, packed, batch, key_head, keys);
+  pack_head(params_, plan_, packed, batch, key_head, keys, query_.stored_rows);
   return packed;
 }
 

@@ -103,8 +103,8 @@ void QueryBlock<S>::finish() {
   }
   T* lse = static_cast<T*>(params_.lse);
   for (int64_t r = 0; lse != nullptr && r < rows_; ++r) {
-    const AttentionShape& shape = params_.shape;
-    lse[(batch_ * shape.query_heads + s_.row_head[r]) * shape.query_len + s_.row_index[r]] = s_.lse[r];
+    lse[(batch_ * params_.shape.query_heads + s_.row_head[r]) * params_.lse_stride + s_.row_index[r]] =
+        s_.lse[r];
   }
   store_output();
 }

@@ -9,11 +9,17 @@ namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
 template <typename S>
 bool QueryBlock<S>::has_bad_values(Range keys) {
-  if (bad_values_ < 0) {
-    bad_values_ = !all_finite(rows_of<Element>(params_.value, batch_, key_head_, keys.begin,
-                                               keys.end - keys.begin, params_.shape.value_dim));
+  if (bad_values_ >= 0) return bad_values_ != 0;
+  const StoredRows<Element> values = stored_values(0, params_.shape.value_dim);
+  bool finite = true;
+  for (int64_t key = keys.begin; key < keys.end && finite;) {
+    int64_t count = keys.end - key;
+    if (!values.lie_in_place(key, count)) count = smaller(count, kStreamKeys);
+    finite = all_finite(values.rows(key, count, s_.stored_rows));
+    key += count;
   }
-  return bad_values_ != 0;
+  bad_values_ = !finite;
+  return !finite;
 }
 
 // A thread that has met NaN or Inf among values looks for them first from then on.
@@ -41,6 +47,7 @@ void QueryBlock<S>::attend_once(Range keys) {
   for (int64_t key = keys.begin; key < keys.end; key += plan_.block_keys) {
     const bool live = set_key_block(key, smaller(plan_.block_keys, keys.end - key));
     if (!live && !emit_in_place_ && kept_weights_ == nullptr) continue;
+    read_factors();
     for (int64_t band = 0; band < rows_; band += kBandRows) attend_band(band);
   }
   for (int64_t tile = 0; tile < rows_; tile += kTileRows) {
@@ -55,9 +62,10 @@ template <typename S>
 void QueryBlock<S>::attend_band(int64_t band) {
   const bool streams = plan_.path == ForwardPath::kFewRows;
   const bool drops = params_.dropout.enabled;
-  const bool wide =
-      emit_in_place_ || kept_weights_ != nullptr;  // somebody wants the weights before they are rounded
+  // Somebody wants the weights before they are rounded.
+  const bool wide = emit_in_place_ || kept_weights_ != nullptr || values_have_factors();
   streams ? stream_scores(band) : scores(band);
+  multiply_factors(band, params_.key_storage, s_.key_factors);
   mask(band);
   softmax(band, S::kPaired && !drops && !wide);
   if (drops) dropout(band, S::kPaired && !wide);
@@ -66,6 +74,7 @@ void QueryBlock<S>::attend_band(int64_t band) {
     emit(band);
   }
   if (kept_weights_ != nullptr) keep_weights(band);
+  multiply_factors(band, params_.value_storage, s_.value_factors);
   if (S::kPaired && wide) pair_weights(band);
   streams ? stream_values(band) : values(band);
 }
@@ -230,12 +239,9 @@ void QueryBlock<S>::values(int64_t band) {
 // Some columns of the values of some keys of the block.
 template <typename S>
 Matrix<typename S::Element> QueryBlock<S>::values_of(int64_t column, int64_t columns, Range keys) const {
-  Matrix<Element> m =
-      rows_of<Element>(params_.value, batch_, key_head_, block_key_ + keys.begin,
-                       smaller(keys.end, block_count_) - keys.begin, params_.shape.value_dim - column);
-  m.data += column * m.column_stride;
-  m.columns = smaller(m.columns, columns);
-  return m;
+  const int64_t width = smaller(columns, params_.shape.value_dim - column);
+  return stored_values(column, width)
+      .rows(block_key_ + keys.begin, smaller(keys.end, block_count_) - keys.begin, s_.stored_rows);
 }
 
 template <typename S>

@@ -6,6 +6,7 @@
 #include "../interface/forward.h"
 #include "../matrix/arena.h"
 #include "../matrix/pack.h"
+#include "../matrix/stored_rows.h"
 #include "../scores/visible_keys.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
@@ -24,6 +25,7 @@ struct PackedHead {
 template <typename S>
 bool values_lie_packed(const ForwardParams& params) {
   if (!std::is_same_v<typename S::Element, typename S::Operand>) return false;
+  if (!is_plain(params.value_storage)) return false;
   const TensorView& value = params.value;
   const int64_t dim = params.shape.value_dim;
   bool aligned = reinterpret_cast<uintptr_t>(value.data) % 64 == 0 && dim % S::kLane == 0 &&
@@ -63,24 +65,31 @@ void set_head(const ForwardParams& params, const ForwardPlan& plan, PackedHead<S
   }
 }
 
-// Packs `keys`, a range that begins where a panel begins.
+// Packs `keys`, a range that begins where a panel begins. Rows that cannot be read where they lie are copied
+// to `buffer`, a panel of them at a time.
 template <typename S>
 void pack_head(const ForwardParams& params, const ForwardPlan& plan, const PackedHead<S>& packed,
-               int64_t batch, int64_t key_head, Range keys) {
+               int64_t batch, int64_t key_head, Range keys, typename S::Element* buffer) {
   using Element = typename S::Element;
   using Operand = typename S::Operand;
   using Product = typename S::Product;
   const AttentionShape& shape = params.shape;
   const int64_t first = packed.first_key, begin = keys.begin - first, end = keys.end - first;
-  const Matrix<Element> key = rows_of<Element>(params.key, batch, key_head, first, end, shape.head_dim);
+  const StoredRows<Element> key(params.key, params.key_storage, batch, key_head, 0, shape.head_dim);
   for (int64_t j = begin; j < end; j += S::kPanel) {
-    pack_column_panel<Product>(key, j, S::kPanel,
+    const Matrix<Element> rows = key.rows(first + j, smaller(S::kPanel, end - j), buffer);
+    pack_column_panel<Product>(rows, 0, S::kPanel,
                                const_cast<Operand*>(packed.keys) + j * depth_of<Product>(shape.head_dim));
   }
   if (plan.value_in_place) return;
-  const Matrix<Element> value = rows_of<Element>(params.value, batch, key_head, first, end, shape.value_dim);
-  pack_row_panels<Product>(value, begin / S::kDepth, depth_of<Product>(end), packed.values.row_stride,
-                           const_cast<Operand*>(packed.values.data), packed.values.panel_stride);
+  const StoredRows<Element> value(params.value, params.value_storage, batch, key_head, 0, shape.value_dim);
+  const int64_t width = packed.values.row_stride;
+  for (int64_t j = begin; j < end; j += S::kPanel) {
+    const Matrix<Element> rows = value.rows(first + j, smaller(S::kPanel, end - j), buffer);
+    pack_row_panels<Product>(rows, 0, depth_of<Product>(rows.rows), width,
+                             const_cast<Operand*>(packed.values.data) + j / S::kDepth * width,
+                             packed.values.panel_stride);
+  }
 }
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

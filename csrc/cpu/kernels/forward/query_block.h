@@ -7,6 +7,7 @@
 #include "../interface/forward.h"
 #include "../matrix/arena.h"
 #include "../matrix/finite.h"
+#include "../matrix/stored_rows.h"
 #include "../scores/mask_and_scale.h"
 #include "packed_head.h"
 
@@ -33,6 +34,8 @@ struct QueryScratch {
   typename S::Element* finite_values;          // (kValueDepth, panel width): a stretch without NaN and Inf,
   typename S::Operand* finite_value_operands;  // and as it is multiplied,
   BadRows* bad_keys;                           // and the keys of which they were left out
+  typename S::Element* stored_rows;            // a copy of rows that cannot be read where they lie
+  T *key_factors, *value_factors;              // of the keys of a block, where their storage has them
   T *row_max, *row_sum, *carry, *ones, *factor, *lse;
   int64_t *row_head, *row_index;
   Range* row_keys;   // visible keys, the mask apart
@@ -42,10 +45,19 @@ struct QueryScratch {
   int64_t query_stride, score_stride, output_stride;
 };
 
+// Of QueryScratch::stored_rows: a panel of keys or values, or a stretch of some columns of values.
 template <typename S>
-inline QueryScratch<S> take_query_scratch(Arena& arena, const AttentionShape& shape,
+int64_t stored_rows_size(const AttentionShape& shape, const ForwardPlan& plan) {
+  const int64_t panel = S::kPanel * larger(shape.head_dim, shape.value_dim);
+  const int64_t stretch = smaller(kValueDepth, plan.block_keys) * panel_width_of<S>(shape.value_dim);
+  return larger(panel, larger(stretch, kStreamKeys * shape.value_dim));
+}
+
+template <typename S>
+inline QueryScratch<S> take_query_scratch(Arena& arena, const ForwardParams& params,
                                           const ForwardPlan& plan) {
   using T = typename S::Accum;
+  const AttentionShape& shape = params.shape;
   QueryScratch<S> s{};
   s.met_bad_values = take<int64_t>(arena, 1);
   const int64_t rows = round_up(plan.block_rows, kTileRows) + S::kLane + kBandRows;
@@ -65,6 +77,11 @@ inline QueryScratch<S> take_query_scratch(Arena& arena, const AttentionShape& sh
     s.finite_values = take<typename S::Element>(arena, keys * width);
     s.bad_keys = take<BadRows>(arena, 1);
     s.finite_value_operands = take<typename S::Operand>(arena, depth_of<typename S::Product>(keys) * width);
+  }
+  if (!is_plain(params.key_storage) || !is_plain(params.value_storage)) {
+    s.stored_rows = take<typename S::Element>(arena, stored_rows_size<S>(shape, plan));
+    s.key_factors = take<T>(arena, s.score_stride);
+    s.value_factors = take<T>(arena, s.score_stride);
   }
   s.row_max = take<T>(arena, rows);
   s.row_sum = take<T>(arena, rows);
@@ -90,7 +107,7 @@ struct ValueStretch {
   const BadRows* bad_keys;  // of which NaN and Inf were left out; null: of none
 };
 
-template <typename S>
+template <typename S, typename Stored>
 struct StreamArgs;  // streamed.h
 
 template <typename S>
@@ -177,6 +194,23 @@ class QueryBlock {
 
   T largest_bias(int64_t r) const;
 
+  // stored.h
+  template <typename Stored = Element>
+  StoredRows<Stored> stored_keys(int64_t key_head) const {
+    return {params_.key, params_.key_storage, batch_, key_head, 0, params_.shape.head_dim};
+  }
+  template <typename Stored = Element>
+  StoredRows<Stored> stored_values(int64_t column, int64_t columns) const {
+    return {params_.value, params_.value_storage, batch_, key_head_, column, columns};
+  }
+  // Copies of rows that are stored otherwise ask for the memory of those to come.
+  int64_t rows_to_ask_for(int64_t distance) const {
+    return distance > 0 && s_.stored_rows != nullptr ? params_.shape.key_len : 0;
+  }
+  bool values_have_factors() const { return params_.value_storage.scale.data != nullptr; }
+  void read_factors();
+  void multiply_factors(int64_t band, const Storage& storage, const T* factors);
+
   // packed.h
   bool output_is_finite() const { return are_finite(s_.output, rows_ * s_.output_stride); }
   bool has_bad_values(Range keys);
@@ -199,10 +233,20 @@ class QueryBlock {
   // streamed.h
   void stream_scores(int64_t band);
   void stream_values(int64_t band);
-  template <int Rows>
-  void stream_rows(int64_t band, int64_t row, int64_t key, StreamArgs<S>& args);
+  template <typename Stored>
+  void stream_scores_of(int64_t band);
+  template <typename Stored>
+  void stream_values_of(int64_t band);
+  template <int Rows, typename Stored>
+  void stream_rows(int64_t band, int64_t row, int64_t key, StreamArgs<S, Stored>& args);
   void keep_weights(int64_t band) const;
-  void gather_values(const Matrix<Element>& value, Range keys, BadRows& bad) const;
+  template <typename Stored>
+  Matrix<Stored> key_rows(const StoredRows<Stored>& keys, int64_t key, int64_t distance) const;
+  template <typename Stored>
+  Range keys_of_stretch(const StoredRows<Stored>& values, int64_t key, int64_t end) const;
+  template <typename Stored>
+  void gather_values(const StoredRows<Stored>& values, Range keys, int64_t distance, Stored* to,
+                     BadRows& bad) const;
 
   // output.h
   void finish_rows(int64_t band);

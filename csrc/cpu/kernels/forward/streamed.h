@@ -13,45 +13,52 @@ namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 constexpr int64_t kPrefetchBytes = 16384;
 
 // Rows of `dim` elements that kPrefetchBytes hold, in whole vectors of keys.
-template <typename S>
+template <typename Stored, int64_t Lane>
 ATTN_EXT_INLINE int64_t prefetch_distance(int64_t dim) {
-  return round_up(kPrefetchBytes / larger(1, dim * static_cast<int64_t>(sizeof(typename S::Element))),
-                  S::kLane);
+  return round_up(kPrefetchBytes / larger(1, dim * static_cast<int64_t>(sizeof(Stored))), Lane);
 }
 
-// Row `next` of `rows`, or, where a run has ended before, what is read after it: rows of `after`, of which
-// the first is read when the run ends.
-template <typename Element>
-ATTN_EXT_INLINE RowsAhead rows_ahead(const Matrix<Element>& rows, int64_t next, int64_t run_end,
-                                     const Matrix<Element>& after) {
-  constexpr int64_t kBytes = sizeof(Element);
-  const Matrix<Element>& m = next < run_end ? rows : after;
-  const Element* data = m.data + (next < run_end ? next : next - run_end) * m.row_stride;
-  return {reinterpret_cast<const char*>(data), m.row_stride * kBytes};
+// body(Stored{}) for the type that rows are read as: that of a narrow cache, which is widened in registers,
+// where a product is of floats; else elements.
+template <typename S, typename Body>
+ATTN_EXT_INLINE void with_streamed_type(const Storage& storage, Body body) {
+  if constexpr (std::is_same_v<typename S::Operand, float>) {
+    if (storage.kind == ScalarKind::kInt8) return body(int8_t{});
+    if (storage.kind == ScalarKind::kFloat8E4m3) return body(Float8E4m3{});
+  }
+  body(typename S::Element{});
+}
+
+template <typename S>
+void QueryBlock<S>::stream_scores(int64_t band) {
+  with_streamed_type<S>(params_.key_storage, [&](auto type) { stream_scores_of<decltype(type)>(band); });
+}
+
+// What is not finite is looked for among elements.
+template <typename S>
+void QueryBlock<S>::stream_values(int64_t band) {
+  if (careful_) return stream_values_of<Element>(band);
+  with_streamed_type<S>(params_.value_storage, [&](auto type) { stream_values_of<decltype(type)>(band); });
 }
 
 // S (rows, keys) = Q . K^T, a vector of keys at a time.
 template <typename S>
-void QueryBlock<S>::stream_scores(int64_t band) {
-  const Matrix<Element> key =
-      rows_of<Element>(params_.key, batch_, key_head_, block_key_, block_count_, params_.shape.head_dim);
-  const Element* value = row_pointer<const Element>(params_.value, batch_, key_head_, block_key_);
-  const int64_t distance = prefetch_distance<S>(key.columns);
+template <typename Stored>
+void QueryBlock<S>::stream_scores_of(int64_t band) {
+  const StoredRows<Stored> keys = stored_keys<Stored>(key_head_);
+  const StoredRows<Stored> values = stored_values<Stored>(0, params_.shape.value_dim);
+  const int64_t distance = prefetch_distance<Stored, S::kLane>(keys.columns());
+  const int64_t key_len = params_.shape.key_len;
   for (int64_t i = 0; i < run_count_; ++i) {
     const Range run = runs_[i];
-    // After the last key come the values.
-    const Matrix<Element> after{value + run.begin * params_.value.row_stride, params_.value.row_stride, 1, 0,
-                                0};
     for (int64_t j = run.begin; j < run.end; j += S::kLane) {
       RowsAhead ahead;
-      if (band == 0) ahead = rows_ahead(key, j + distance, run.end, after);
-      Matrix<Element> rows = key;
-      rows.data += j * key.row_stride;
-      if (key.column_stride != 1 || j + S::kLane > key.rows) {
-        gather_block(key, j, S::kLane, 0, key.columns, s_.key_rows);
-        rows.data = s_.key_rows;
-        rows.row_stride = key.columns;
+      if (band == 0) {  // after the last key come the values
+        const int64_t next = j + distance;
+        ahead = next < run.end ? keys.ahead(block_key_ + next, key_len)
+                               : values.ahead(block_key_ + run.begin + next - run.end, key_len);
       }
+      const Matrix<Stored> rows = key_rows(keys, j, band == 0 ? distance : 0);
       each_few_rows<S>(band, band + band_rows(band), [&](auto count, int64_t r) {
         dot_rows<S, decltype(count)::value>(s_.query + r * s_.query_stride, s_.query_stride, rows, ahead,
                                             score_row(band, r) + j, s_.score_stride);
@@ -61,14 +68,28 @@ void QueryBlock<S>::stream_scores(int64_t band) {
   }
 }
 
+// A vector of keys from `key` of the block on: where they lie, or a copy, with zero for those that are not
+// there.
+template <typename S>
+template <typename Stored>
+Matrix<Stored> QueryBlock<S>::key_rows(const StoredRows<Stored>& keys, int64_t key, int64_t distance) const {
+  const int64_t first = block_key_ + key, count = smaller(S::kLane, block_count_ - key);
+  if (count == S::kLane && params_.key.column_stride == 1 && keys.lie_in_place(first, count)) {
+    return keys.in_place(first, count);
+  }
+  Stored* copy = reinterpret_cast<Stored*>(s_.key_rows);
+  keys.copy(first, count, S::kLane, copy, distance, rows_to_ask_for(distance));
+  return {copy, keys.columns(), 1, S::kLane, keys.columns()};
+}
+
 // Of out (Rows, Dv) (+)= left (Rows, depth) . rows (depth, Dv) the columns from `column` on: Vectors * lanes
 // of them, or the `columns` that are left.
-template <typename S>
+template <typename S, typename Stored>
 struct StreamArgs {
   int64_t depth;  // in operands
   const typename S::Operand* left;
   int64_t left_stride;
-  const typename S::Element* rows;
+  const Stored* rows;
   int64_t row_stride;
   RowsAhead ahead;
   int64_t column, columns;
@@ -77,10 +98,9 @@ struct StreamArgs {
   bool fresh;
 };
 
-template <typename S, int Rows, int Vectors, bool Partial>
-void stream_product(const StreamArgs<S>& args) {
+template <typename S, typename Element, int Rows, int Vectors, bool Partial>
+void stream_product(const StreamArgs<S, Element>& args) {
   using T = typename S::Accum;
-  using Element = typename S::Element;
   using Operand = typename S::Operand;
   constexpr int kWidth = kLanes<T>;
   constexpr int64_t kBytes = Vectors * kWidth * static_cast<int64_t>(sizeof(Element));
@@ -127,58 +147,80 @@ void stream_product(const StreamArgs<S>& args) {
   }
 }
 
-template <typename S, int Rows>
-ATTN_EXT_INLINE void stream_columns(const StreamArgs<S>& args, int64_t vectors) {
+template <typename S, typename Stored, int Rows>
+ATTN_EXT_INLINE void stream_columns(const StreamArgs<S, Stored>& args, int64_t vectors) {
   constexpr int kThree = kTileVectors >= 3 ? 3 : 1, kFour = kTileVectors >= 4 ? 4 : 1;
-  static constexpr void (*kTable[])(const StreamArgs<S>&) = {
-      stream_product<S, Rows, 1, true>, stream_product<S, Rows, 1, false>, stream_product<S, Rows, 2, false>,
-      stream_product<S, Rows, kThree, false>, stream_product<S, Rows, kFour, false>};
+  static constexpr void (*kTable[])(const StreamArgs<S, Stored>&) = {
+      stream_product<S, Stored, Rows, 1, true>, stream_product<S, Stored, Rows, 1, false>,
+      stream_product<S, Stored, Rows, 2, false>, stream_product<S, Stored, Rows, kThree, false>,
+      stream_product<S, Stored, Rows, kFour, false>};
   kTable[vectors](args);
 }
 
 // O (rows, Dv) = P (rows, keys) . V (keys, Dv), some keys at a time.
 template <typename S>
-void QueryBlock<S>::stream_values(int64_t band) {
-  const Matrix<Element> value =
-      rows_of<Element>(params_.value, batch_, key_head_, block_key_, block_count_, params_.shape.value_dim);
-  // After the last value come the keys of the next piece.
-  const Matrix<Element> after{
-      row_pointer<const Element>(params_.key, batch_, key_head_, block_key_ + block_count_),
-      params_.key.row_stride, 1, 0, 0};
-  const int64_t distance = prefetch_distance<S>(value.columns);
-  StreamArgs<S> args{};
+template <typename Stored>
+void QueryBlock<S>::stream_values_of(int64_t band) {
+  const StoredRows<Stored> values = stored_values<Stored>(0, params_.shape.value_dim);
+  // After the last value come the keys of the next piece, or of the next head.
+  const bool together = plan_.pieces.heads_together, wraps = key_head_ + 1 == params_.shape.key_heads;
+  const StoredRows<Stored> keys_after = stored_keys<Stored>(!together ? key_head_
+                                                            : wraps   ? 0
+                                                                      : key_head_ + 1);
+  const int64_t next_key = together && !wraps ? block_key_ : block_key_ + block_count_;
+  const int64_t distance = prefetch_distance<Stored, S::kLane>(values.columns());
+  const int64_t key_len = params_.shape.key_len;
+  const bool copies = careful_ || params_.value.column_stride != 1;
+  StreamArgs<S, Stored> args{};
   args.fresh = true;
   BadRows bad;
   bad.count = 0;
   for (int64_t i = 0; i < run_count_; ++i) {
     const Range run = runs_[i];
-    for (int64_t j = run.begin; j < run.end; j += kStreamKeys, args.fresh = false) {
-      const Range keys{j, smaller(j + kStreamKeys, smaller(run.end, block_count_))};
+    for (int64_t j = run.begin, next; j < run.end; j = next, args.fresh = false) {
+      const Range keys = keys_of_stretch(values, j, run.end);
+      next = keys.end == block_count_ ? run.end : keys.end;
       args.depth = depth_of<Product>(keys.end - j);
-      args.rows = value.data + j * value.row_stride;
-      args.row_stride = value.row_stride;
+      const int64_t first = block_key_ + j, count = args.depth * S::kDepth, ahead = j + distance;
       args.ahead = {};
-      if (band == 0) args.ahead = rows_ahead(value, j + distance, run.end, after);
-      if (careful_ || value.column_stride != 1 || j + args.depth * S::kDepth > value.rows) {
-        gather_values(value, keys, bad);
-        args.rows = s_.value_rows;
-        args.row_stride = value.columns;
-        args.ahead = {};
+      if (copies || j + count > block_count_ || !values.lie_in_place(first, count)) {
+        Stored* copy = reinterpret_cast<Stored*>(s_.value_rows);
+        gather_values(values, keys, band == 0 ? distance : 0, copy, bad);
+        args.rows = copy;
+        args.row_stride = values.columns();
+      } else {
+        const Matrix<Stored> rows = values.in_place(first, count);
+        args.rows = rows.data;
+        args.row_stride = rows.row_stride;
+        if (band == 0) {
+          args.ahead = ahead < run.end ? values.ahead(block_key_ + ahead, key_len)
+                                       : keys_after.ahead(next_key + ahead - run.end, key_len);
+        }
       }
-      each_few_rows<S>(band, band + band_rows(band), [&](auto count, int64_t r) {
-        stream_rows<decltype(count)::value>(band, r, j, args);
+      each_few_rows<S>(band, band + band_rows(band), [&](auto rows, int64_t r) {
+        stream_rows<decltype(rows)::value>(band, r, j, args);
         args.ahead = {};
       });
-      if (bad.count > 0) add_bad_values(band, 0, values_of(0, value.columns, keys), bad, keys.begin);
+      if (bad.count > 0) add_bad_values(band, 0, values_of(0, values.columns(), keys), bad, keys.begin);
     }
   }
   if (!args.fresh) memset(s_.tile_started, 1, static_cast<size_t>(rows_));
 }
 
+// The keys from `key` on whose values are read at a time: of one page, where pages are read in place.
+template <typename S>
+template <typename Stored>
+Range QueryBlock<S>::keys_of_stretch(const StoredRows<Stored>& values, int64_t key, int64_t end) const {
+  const int64_t page_rows = params_.value_storage.page_rows;
+  const int64_t count = smaller(kStreamKeys, smaller(end, block_count_) - key);
+  const bool by_page = page_rows >= kSmallestPage && page_rows % S::kDepth == 0 && !values.is_converted();
+  return {key, key + (by_page ? values.in_page(block_key_ + key, count) : count)};
+}
+
 // For `Rows` rows from `row` on and the keys from `key` on, that args.rows holds.
 template <typename S>
-template <int Rows>
-void QueryBlock<S>::stream_rows(int64_t band, int64_t row, int64_t key, StreamArgs<S>& args) {
+template <int Rows, typename Stored>
+void QueryBlock<S>::stream_rows(int64_t band, int64_t row, int64_t key, StreamArgs<S, Stored>& args) {
   const int64_t value_dim = params_.shape.value_dim;
   args.left = reinterpret_cast<const Operand*>(score_row(band, row)) + key / S::kDepth;
   args.left_stride = s_.score_stride;
@@ -187,7 +229,7 @@ void QueryBlock<S>::stream_rows(int64_t band, int64_t row, int64_t key, StreamAr
   for (args.column = 0; args.column < value_dim;) {
     args.columns = value_dim - args.column;
     const int64_t vectors = smaller(args.columns / S::kLane, kTileVectors);
-    stream_columns<S, Rows>(args, vectors);
+    stream_columns<S, Stored, Rows>(args, vectors);
     args.column += larger(vectors, 1) * S::kLane;
   }
 }
@@ -209,13 +251,17 @@ void QueryBlock<S>::keep_weights(int64_t band) const {
 // Copies the values of `keys`, and zero for the keys that fill up the last operand. In careful mode NaN and
 // Inf are left out, and noted.
 template <typename S>
-void QueryBlock<S>::gather_values(const Matrix<Element>& value, Range keys, BadRows& bad) const {
-  const int64_t width = value.columns, rows = round_up(keys.end - keys.begin, S::kDepth);
-  gather_block(value, keys.begin, rows, 0, width, s_.value_rows);
-  if (!careful_) return;
-  const Matrix<Element> copy{s_.value_rows, width, 1, rows, width};
-  find_bad_rows(copy, bad);
-  finite_only(copy, s_.value_rows);
+template <typename Stored>
+void QueryBlock<S>::gather_values(const StoredRows<Stored>& values, Range keys, int64_t distance, Stored* to,
+                                  BadRows& bad) const {
+  const int64_t count = keys.end - keys.begin, rows = round_up(count, S::kDepth), width = values.columns();
+  values.copy(block_key_ + keys.begin, count, rows, to, distance, rows_to_ask_for(distance));
+  if constexpr (std::is_same_v<Stored, Element>) {
+    if (!careful_) return;
+    const Matrix<Element> copy{to, width, 1, rows, width};
+    find_bad_rows(copy, bad);
+    finite_only(copy, to);
+  }
 }
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

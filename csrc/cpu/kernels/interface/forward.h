@@ -23,9 +23,10 @@ struct AllKeysPlan {
 // Of the paths whose tasks are pieces of the keys against all query rows of a group (kSplit, kFewRows).
 struct KeyPiecesPlan {
   int64_t count;
-  int64_t keys;      // of a piece
-  int64_t per_task;  // pieces that a task takes
-  bool merged;       // by a round of its own; else a piece is all there is
+  int64_t keys;         // of a piece
+  int64_t per_task;     // pieces that a task takes
+  bool heads_together;  // a piece of all heads, then the next; else all pieces of a head
+  bool merged;          // by a round of its own; else a piece is all there is
 };
 
 // What decides bits (path, block_keys, pieces.keys) follows from Lq, Lk, D, Dv, the dtype and the side

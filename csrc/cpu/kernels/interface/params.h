@@ -6,7 +6,7 @@
 
 namespace attn_ext::cpu {
 
-enum class ScalarKind : int8_t { kNone, kFloat64, kFloat32, kBFloat16, kFloat16, kBool };
+enum class ScalarKind : int8_t { kNone, kFloat64, kFloat32, kBFloat16, kFloat16, kBool, kInt8, kFloat8E4m3 };
 
 // Element (b, h, r, c) lies at data + batch(b) + h * head_stride + r * row_stride + c * column_stride,
 // counted in elements. A stride of 0 broadcasts. batch(b), b flat over all batch dims, is batch_offsets[b],
@@ -19,6 +19,19 @@ struct TensorView {
   int64_t head_stride = 0;
   int64_t row_stride = 0;
   int64_t column_stride = 0;
+};
+
+// How rows of keys or values are stored where the strides of their view do not say all: a cache. Rows may be
+// of a narrower type than the query, from which all their numbers are copied as they are.
+struct Storage {
+  ScalarKind kind = ScalarKind::kNone;  // none: the query's dtype
+  // Row r is row r % page_rows of page pages[r / page_rows], which begins page_stride elements further than
+  // the page before it. Null: there are no pages.
+  const int64_t* pages = nullptr;
+  int64_t page_rows = 1, page_stride = 0;
+  // A factor of each row, float: of a key's score, or of a value's share in the output. batch_stride is from
+  // page to page, head_stride from key head to key head. data null: none.
+  TensorView scale;
 };
 
 // Shapes: query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv), output (B, Hq, Lq, Dv).
@@ -66,7 +79,9 @@ struct DropoutRule {
   double keep_scale = 1.0;  // 1 / (1 - p), 0 for p = 1
   const int64_t* seeds = nullptr;
   int64_t batches_per_seed = 1;
-  int64_t first_batch = 0;  // what batch 0 of a backward pass is in the whole call
+  // Batch b of these parameters is batch b * batch_step + first_batch of the whole call.
+  int64_t first_batch = 0;
+  int64_t batch_step = 1;
 };
 
 // What both passes read.
@@ -78,8 +93,10 @@ struct CallParams {
 };
 
 struct ForwardParams : CallParams {
+  Storage key_storage, value_storage;
   TensorView output;         // column_stride 1
-  void* lse = nullptr;       // (B, Hq, Lq) contiguous, float (double for float64); null: not wanted
+  void* lse = nullptr;       // (B, Hq, Lq), float (double for float64); null: not wanted
+  int64_t lse_stride = 0;    // from a head's rows in it to those of the next
   TensorView weights;        // (B, Hq, Lq, Lk) in the query's dtype, column_stride 1; data null: not wanted
   void* key_mass = nullptr;  // (B, Hq, Lk) contiguous, float (double for float64); null: not wanted
 };
@@ -88,7 +105,8 @@ struct ForwardParams : CallParams {
 // wanted has data null. T is float, double for float64.
 struct BackwardParams : CallParams {
   TensorView output;
-  const void* lse = nullptr;                  // (B, Hq, Lq) contiguous, T
+  const void* lse = nullptr;                  // (B, Hq, Lq), T
+  int64_t lse_stride = 0;                     // from a head's rows in it to those of the next
   TensorView grad_output;                     // (B, Hq, Lq, Dv)
   TensorView grad_lse;                        // (B, Hq, Lq, 1), T
   TensorView grad_weights;                    // (B, Hq, Lq, Lk)

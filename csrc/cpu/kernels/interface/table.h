@@ -10,6 +10,7 @@ enum { kFloat64Kernels, kFloat32Kernels, kBFloat16Kernels, kFloat16Kernels, kKer
 
 struct KernelTable {
   ForwardWays forward[kKernelDtypes];
+  ForwardWays narrow[kKernelDtypes];  // forward, where keys and values are of one byte
   BackwardWays backward[kKernelDtypes];
 };
 

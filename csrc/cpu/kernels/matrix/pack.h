@@ -40,6 +40,10 @@ template <typename Product, typename Element>
 ATTN_EXT_INLINE Vec<typename Product::Operand> load_operands_partial(const Element* p, int64_t count) {
   if constexpr (sizeof(Element) >= 4) {
     return load_partial(p, count);
+  } else if constexpr (sizeof(Element) == 1) {
+    Element padded[kLanes<float>] = {};
+    copy_partial(padded, p, count);
+    return load_compute(padded);
   } else {
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
     const auto lanes = static_cast<uint32_t>((uint64_t{1} << count) - 1);

@@ -8,14 +8,14 @@
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
-// out (Rows, lanes) = left (Rows, depth) . right (lanes, dim)^T, right where it lies. As many sums as a
-// vector has lanes are in the making at a time, of all Rows and some of the right rows: a dot product does
-// not depend on which others are made beside it. `ahead` (next null: nothing) is asked for meanwhile.
-template <typename S, int Rows>
-void dot_rows(const typename S::Operand* left, int64_t left_stride, const Matrix<typename S::Element>& right,
+// out (Rows, lanes) = left (Rows, depth) . right (lanes, dim)^T, right where it lies, of a type that is
+// widened on the way. As many sums as a vector has lanes are in the making at a time, of all Rows and some of
+// the right rows: a dot product does not depend on which others are made beside it. `ahead` (next null:
+// nothing) is asked for meanwhile.
+template <typename S, int Rows, typename Element>
+void dot_rows(const typename S::Operand* left, int64_t left_stride, const Matrix<Element>& right,
               const RowsAhead& ahead, typename S::Accum* out, int64_t out_stride) {
   using T = typename S::Accum;
-  using Element = typename S::Element;
   using Product = typename S::Product;
   constexpr int kWidth = kLanes<T>;
   constexpr int kRows = kWidth / Rows;  // of the right side at a time

@@ -20,7 +20,7 @@ struct PhiloxBatch {
 };
 
 ATTN_EXT_INLINE PhiloxBatch philox_batch(const DropoutRule& rule, int64_t batch) {
-  batch += rule.first_batch;
+  batch = batch * rule.batch_step + rule.first_batch;
   const auto seed = static_cast<uint64_t>(rule.seeds[batch / rule.batches_per_seed]);
   PhiloxBatch state;
   for (uint32_t i = 0; i < 10; ++i) {

@@ -113,6 +113,49 @@ ATTN_EXT_INLINE Vec<float> load_compute(const Float16* p) {
 #endif
 }
 
+ATTN_EXT_INLINE float to_compute(int8_t x) {
+  return static_cast<float>(x);
+}
+
+// Exponent and mantissa at their places in a float16, whose exponent counts from 8 more. No infinity: what
+// would be the largest number is NaN.
+ATTN_EXT_INLINE float to_compute(Float8E4m3 x) {
+  const auto magnitude = static_cast<uint16_t>(x.bits & 0x7f);
+  const auto sign = static_cast<uint16_t>((x.bits & 0x80) << 8);
+  if (magnitude == 0x7f) return __builtin_nanf("");
+  return to_compute(Float16{static_cast<uint16_t>(sign | magnitude << 7)}) * 256;
+}
+
+ATTN_EXT_INLINE Vec<float> load_compute(const int8_t* p) {
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return (Vec<float>)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return (Vec<float>)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+#else
+  Vec<float> v;
+  for (int i = 0; i < kLanes<float>; ++i) v[i] = to_compute(p[i]);
+  return v;
+#endif
+}
+
+ATTN_EXT_INLINE Vec<float> load_compute(const Float8E4m3* p) {
+#if defined(__AVX512F__)
+  const __m256i bits = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi16(0x7f));
+  const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(bits, _mm256_set1_epi16(0x80)), 8);
+  const __m256i half = _mm256_or_si256(sign, _mm256_slli_epi16(magnitude, 7));
+  const Vec<float> v = (Vec<float>)_mm512_cvtph_ps(half) * 256.0f;
+  const Vec<uint32_t> wide = widen((HalfBits)magnitude);
+  return wide == 0x7fu ? broadcast(__builtin_nanf("")) : v;
+#else
+  Vec<float> v;
+  for (int i = 0; i < kLanes<float>; ++i) v[i] = to_compute(p[i]);
+  return v;
+#endif
+}
+
 // Copies `count` elements, fewer than a vector of what is computed with, to where a whole vector has room.
 template <typename Element>
 ATTN_EXT_INLINE void copy_partial(Element* to, const Element* from, int64_t count) {

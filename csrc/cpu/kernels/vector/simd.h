@@ -45,6 +45,9 @@ struct BFloat16 {
 struct Float16 {
   uint16_t bits;
 };
+struct Float8E4m3 {
+  uint8_t bits;
+};
 
 template <typename T>
 struct VectorOf;

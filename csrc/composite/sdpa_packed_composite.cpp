@@ -1,0 +1,67 @@
+#include "sdpa_packed_composite.h"
+
+#include <torch/library.h>
+
+#include "../sequences.h"
+#include "sdpa_composite.h"
+
+namespace attn_ext {
+
+namespace {
+
+at::Tensor heads_first(const at::Tensor& tensor, const char* name, const char* shape) {
+  TORCH_CHECK(tensor.dim() == 3, "attn_ext: expected ", name, " to have 3 dimensions ", shape,
+              ", but got shape ", tensor.sym_sizes());
+  return tensor.transpose(0, 1);
+}
+
+}  // namespace
+
+SdpaArgs heads_first(const PackedCall& packed, MakeTable make_table) {
+  SdpaArgs args;
+  args.query = heads_first(packed.query, "query", "(query rows, heads, head dim)");
+  args.key = heads_first(packed.key, "key", "(key rows, heads, head dim)");
+  args.value = heads_first(packed.value, "value", "(key rows, heads, value dim)");
+  args.sinks = packed.sinks;
+  args.dropout_p = packed.dropout_p;
+  args.is_causal = packed.is_causal;
+  args.scale = packed.scale;
+  args.enable_gqa = packed.enable_gqa;
+  args.window_left = packed.window_left;
+  args.window_right = packed.window_right;
+  args.softcap = packed.softcap;
+  TORCH_CHECK(packed.cu_seqlens_q.device() == packed.query.device(),
+              "attn_ext: expected cu_seqlens_q on the same device as query (", packed.query.device(),
+              "), but got ", packed.cu_seqlens_q.device());
+  args.sequences = make_table(packed.cu_seqlens_q, packed.cu_seqlens_k, packed.seqlens_q, packed.seqlens_k,
+                              packed.query_offsets, packed.query.sym_size(0), packed.key.sym_size(0));
+  return args;
+}
+
+at::Tensor sdpa_packed_composite(const PackedCall& args) {
+  return sdpa_composite(heads_first(args, &packed_sequences)).transpose(0, 1);
+}
+
+TensorPair sdpa_packed_with_lse_composite(const PackedCall& args) {
+  auto [output, lse] = sdpa_with_lse_composite(heads_first(args, &packed_sequences));
+  return {output.transpose(0, 1), lse};
+}
+
+namespace {
+
+void register_composites(torch::Library& m) {
+  m.impl("sdpa_packed", TORCH_FN((Unboxed<PackedCall>::kernel<&sdpa_packed_composite>)));
+  m.impl("sdpa_packed_with_lse", TORCH_FN((Unboxed<PackedCall>::kernel<&sdpa_packed_with_lse_composite>)));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(attn_ext, CompositeImplicitAutograd, m) {
+  register_composites(m);
+}
+
+TORCH_LIBRARY_IMPL(attn_ext, FuncTorchBatched, m) {
+  register_composites(m);
+}
+
+}  // namespace attn_ext

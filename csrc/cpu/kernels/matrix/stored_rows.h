@@ -1,0 +1,176 @@
+// Rows of keys and values wherever a cache stores them: one after the other or in pages, as elements or in a
+// narrower type. What a product reads are elements, so that no bit of a result depends on where they came
+// from.
+#pragma once
+
+#include "../vector/convert.h"
+#include "matrix.h"
+#include "rows_ahead.h"
+
+namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
+
+// f(Type{}) for the type in which rows are stored.
+template <typename Element, typename F>
+ATTN_EXT_INLINE void with_stored_type(ScalarKind kind, F f) {
+  if constexpr (sizeof(Element) == 1) {  // rows of the narrowest types are read as they are
+    f(Element{});
+  } else {
+    switch (kind) {
+      case ScalarKind::kInt8:
+        return f(int8_t{});
+      case ScalarKind::kFloat8E4m3:
+        return f(Float8E4m3{});
+      case ScalarKind::kBFloat16:
+        return f(BFloat16{});
+      case ScalarKind::kFloat16:
+        return f(Float16{});
+      case ScalarKind::kFloat32:
+        return f(float{});
+      default:
+        return f(Element{});
+    }
+  }
+}
+
+template <typename Element, typename Stored>
+ATTN_EXT_INLINE void copy_elements(const Stored* from, int64_t count, Element* to) {
+  if constexpr (std::is_same_v<Element, Stored>) {
+    memcpy(to, from, static_cast<size_t>(count) * sizeof(Element));
+  } else {
+    using T = Compute<Element>;
+    int64_t i = 0;
+    if constexpr (std::is_same_v<T, float>) {
+      for (; i + kLanes<T> <= count; i += kLanes<T>) store_element(to + i, load_compute(from + i));
+      if (i < count) {
+        Stored rest[kLanes<T>] = {};
+        memcpy(rest, from + i, static_cast<size_t>(count - i) * sizeof(Stored));
+        store_element_partial(to + i, load_compute(rest), count - i);
+      }
+    } else {
+      for (; i < count; ++i) to[i] = static_cast<T>(to_compute(from[i]));
+    }
+  }
+}
+
+template <typename Element, typename Stored>
+ATTN_EXT_INLINE void copy_element(const Stored& from, Element& to) {
+  if constexpr (std::is_same_v<Element, Stored>) {
+    to = from;
+  } else {
+    copy_elements(&from, 1, &to);
+  }
+}
+
+// How a type is named that rows can be read as where they lie.
+template <typename Element>
+constexpr ScalarKind kStoredKind = std::is_same_v<Element, int8_t>       ? ScalarKind::kInt8
+                                   : std::is_same_v<Element, Float8E4m3> ? ScalarKind::kFloat8E4m3
+                                                                         : ScalarKind::kNone;
+
+// Rows of smaller pages are copied: they are read in place too few at a time.
+constexpr int64_t kSmallestPage = 8;
+
+template <typename Element>
+class StoredRows {
+ public:
+  // Columns [column, column + columns) of the rows of a key head.
+  StoredRows(const TensorView& view, const Storage& storage, int64_t batch, int64_t head, int64_t column,
+             int64_t columns)
+      : view_(view), storage_(storage), batch_(batch), head_(head), column_(column), columns_(columns) {}
+
+  int64_t columns() const { return columns_; }
+  bool in_pages() const { return storage_.pages != nullptr; }
+  bool is_converted() const { return storage_.kind != kStoredKind<Element>; }
+
+  // From row `first` on, as many of `count` rows as lie in one page, or all where there are none.
+  int64_t in_page(int64_t first, int64_t count) const {
+    return in_pages() ? smaller(count, storage_.page_rows - first % storage_.page_rows) : count;
+  }
+
+  // Whether the rows are elements, row_stride apart.
+  bool lie_in_place(int64_t first, int64_t count) const {
+    return !is_converted() && in_page(first, count) == count;
+  }
+
+  // Where they lie; lie_in_place() of all that is read.
+  Matrix<Element> in_place(int64_t first, int64_t count) const {
+    return {element<Element>(first), view_.row_stride, view_.column_stride, count, columns_};
+  }
+
+  // Where they lie, or else copied to `buffer`.
+  Matrix<Element> rows(int64_t first, int64_t count, Element* buffer) const {
+    if (lie_in_place(first, count)) return in_place(first, count);
+    copy(first, count, count, buffer);
+    return {buffer, columns_, 1, count, columns_};
+  }
+
+  // `count` rows, and zero up to `padded` rows, dense in `to`. Memory is asked for what lies `distance` rows
+  // ahead, up to row `end`.
+  void copy(int64_t first, int64_t count, int64_t padded, Element* to, int64_t distance = 0,
+            int64_t end = 0) const;
+
+  // Rows to ask memory for while others are read in place. The pages end with row `end`.
+  RowsAhead ahead(int64_t row, int64_t end) const {
+    if (is_converted() || (in_pages() && (row >= end || storage_.page_rows < kSmallestPage))) return {};
+    constexpr int64_t kBytes = sizeof(Element);
+    return {reinterpret_cast<const char*>(element<Element>(row)), view_.row_stride * kBytes};
+  }
+
+ private:
+  template <typename Stored>
+  const Stored* element(int64_t row) const {
+    int64_t page = 0;
+    if (in_pages()) {
+      page = storage_.pages[row / storage_.page_rows] * storage_.page_stride;
+      row %= storage_.page_rows;
+    }
+    return row_pointer<const Stored>(view_, batch_, head_, row) + page + column_ * view_.column_stride;
+  }
+
+  const TensorView& view_;
+  const Storage& storage_;
+  const int64_t batch_, head_, column_, columns_;
+};
+
+template <typename Element>
+__attribute__((noinline)) void StoredRows<Element>::copy(int64_t first, int64_t count, int64_t padded,
+                                                         Element* to, int64_t distance, int64_t end) const {
+  with_stored_type<Element>(storage_.kind, [&](auto example) {
+    using Stored = decltype(example);
+    constexpr int64_t kBytes = sizeof(Stored);
+    for (int64_t r = 0; r < count;) {
+      const int64_t together = in_page(first + r, count - r);
+      const Stored* from = element<Stored>(first + r);
+      for (int64_t i = 0; i < together; ++i, ++r, from += view_.row_stride, to += columns_) {
+        if (first + r + distance < end) {
+          const char* next = reinterpret_cast<const char*>(element<Stored>(first + r + distance));
+          for (int64_t b = 0; b < columns_ * kBytes; b += 64) __builtin_prefetch(next + b, 0, 2);
+        }
+        if (view_.column_stride == 1) {
+          copy_elements(from, columns_, to);
+        } else {
+          for (int64_t c = 0; c < columns_; ++c) copy_element(from[c * view_.column_stride], to[c]);
+        }
+      }
+    }
+  });
+  memset(to, 0, static_cast<size_t>((padded - count) * columns_) * sizeof(Element));
+}
+
+// Whether rows are stored as their view says.
+ATTN_EXT_INLINE bool is_plain(const Storage& storage) {
+  return storage.kind == ScalarKind::kNone && storage.pages == nullptr && storage.scale.data == nullptr;
+}
+
+// The factors of rows [first, first + count) of a key head.
+template <typename T>
+inline void row_factors(const Storage& storage, int64_t head, int64_t first, int64_t count, T* out) {
+  for (int64_t r = first; r < first + count; ++r) {
+    const bool in_pages = storage.pages != nullptr;
+    const int64_t page = in_pages ? storage.pages[r / storage.page_rows] : 0;
+    out[r - first] =
+        *row_pointer<const float>(storage.scale, page, head, in_pages ? r % storage.page_rows : r);
+  }
+}
+
+}  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

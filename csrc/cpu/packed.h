@@ -1,0 +1,140 @@
+// Packed sequences as problems of their own over the same tensors: each takes the path, and with it the bits,
+// that it would take alone.
+#pragma once
+
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
+#include "../sequences.h"
+#include "call.h"
+#include "planned_call.h"
+#include "tasks.h"
+
+namespace attn_ext::cpu {
+
+/// The view's elements from a row on.
+inline TensorView from_row(TensorView view, int64_t row, int64_t element_bytes) {
+  if (view.data != nullptr) {
+    view.data = static_cast<char*>(view.data) + row * view.row_stride * element_bytes;
+  }
+  return view;
+}
+
+/// What of both passes' parameters is a sequence's.
+template <class Params>
+Params of_sequence(const Params& whole, const Sequence& sequence, int64_t number, int64_t count,
+                   int64_t element_bytes, int64_t accumulator_bytes) {
+  Params one = whole;
+  one.shape.query_len = sequence.query_len;
+  one.shape.key_len = sequence.key_len;
+  one.rule.query_offset = std::clamp(sequence.query_offset, -kFar, kFar);
+  one.dropout.first_batch = whole.dropout.first_batch * count + number;
+  one.dropout.batch_step = count;
+  one.dropout.batches_per_seed = whole.dropout.batches_per_seed * count;
+  one.query = from_row(whole.query, sequence.query_begin, element_bytes);
+  one.key = from_row(whole.key, sequence.key_begin, element_bytes);
+  one.value = from_row(whole.value, sequence.key_begin, element_bytes);
+  one.output = from_row(whole.output, sequence.query_begin, element_bytes);
+  if (whole.lse != nullptr) {
+    one.lse =
+        const_cast<char*>(static_cast<const char*>(whole.lse)) + sequence.query_begin * accumulator_bytes;
+  }
+  return one;
+}
+
+/// Calls whose tasks are worked on together, the longest call first; those of each round before those of the
+/// next.
+template <class Call>
+class JoinedCalls {
+ public:
+  /// `calls` in the order in which they begin.
+  explicit JoinedCalls(std::vector<Call> calls) : calls_(std::move(calls)), shared_(calls_.size()) {
+    for (size_t i = 0; i < calls_.size(); ++i) {
+      const auto& plan = calls_[i].plan;
+      shared_[i] = shared_bytes_;
+      shared_bytes_ += (plan.shared_bytes + 63) / 64 * 64;
+      thread_bytes_ = std::max(thread_bytes_, plan.thread_bytes);
+      rounds_ = std::max(rounds_, plan.rounds);
+    }
+  }
+
+  void run(int threads) const {
+    const Scratch shared(shared_bytes_), own(thread_bytes_ * threads);
+    // Whose notes a thread's memory holds.
+    std::vector<const Call*> at_work(static_cast<size_t>(threads), nullptr);
+    for (int64_t round = 0; round < rounds_; ++round) {
+      const std::vector<int64_t> ends = task_ends(round);
+      run_tasks(ends.back(), threads, [&](int64_t task, int64_t slot) {
+        const auto i = static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), task) - ends.begin());
+        const Call& call = calls_[i];
+        char* scratch = own.data() + slot * thread_bytes_;
+        const Call*& noted = at_work[static_cast<size_t>(slot)];
+        if (noted != &call) {
+          call.begin(scratch);
+          noted = &call;
+        }
+        call.run(round, task - (i == 0 ? 0 : ends[i - 1]), shared.data() + shared_[i], scratch);
+      });
+    }
+  }
+
+ private:
+  /// Up to and with each call.
+  std::vector<int64_t> task_ends(int64_t round) const {
+    std::vector<int64_t> ends(calls_.size());
+    int64_t tasks = 0;
+    for (size_t i = 0; i < calls_.size(); ++i) {
+      tasks += round < calls_[i].plan.rounds ? calls_[i].tasks(round) : 0;
+      ends[i] = tasks;
+    }
+    return ends;
+  }
+
+  std::vector<Call> calls_;
+  std::vector<int64_t> shared_;  // where the call's shared memory begins
+  int64_t shared_bytes_ = 0, thread_bytes_ = 0, rounds_ = 0;
+};
+
+/// All problems over torch's threads, as many at a time as keep what they share in bounds.
+template <class Ways, class Params>
+void run_problems(const Ways& ways, const std::vector<Params>& problems) {
+  constexpr int64_t kSharedBytes = int64_t{1} << 26;
+  std::vector<size_t> order(problems.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  const auto work = [&](size_t i) { return work_of(problems[i].shape); };
+  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return work(a) > work(b); });
+  double all = 0;
+  for (const size_t i : order) {
+    all += work(i);
+  }
+  const int threads = useful_threads(all);
+  using Call = decltype(plan_call(ways, problems.front(), threads));
+  std::vector<Call> wave;
+  int64_t bytes = 0;
+  for (const size_t i : order) {
+    // A problem that is a small part of all is planned for few threads: the others have work of their own.
+    const double share = all > 0 ? work(i) / all * threads : threads;
+    Call call = plan_call(ways, problems[i], std::clamp(static_cast<int>(share + 1), 1, threads));
+    if (!wave.empty() && bytes + call.plan.shared_bytes > kSharedBytes) {
+      JoinedCalls<Call>(std::move(wave)).run(threads);
+      wave.clear();
+      bytes = 0;
+    }
+    bytes += call.plan.shared_bytes;
+    wave.push_back(call);
+  }
+  if (!wave.empty()) {
+    JoinedCalls<Call>(std::move(wave)).run(threads);
+  }
+}
+
+/// Whether sequences leave rows out.
+inline bool has_gaps(const std::vector<Sequence>& sequences, int64_t Sequence::*length, int64_t rows) {
+  for (const Sequence& sequence : sequences) {
+    rows -= sequence.*length;
+  }
+  return rows > 0;
+}
+
+}  // namespace attn_ext::cpu
