@@ -508,11 +508,6 @@ class TestRefusals:
         with pytest.raises(NotImplementedError, match="does not know the tensor 'decay' that Module hands"):
             self.call(decay=torch.ones(4))
 
-    def test_packed_sequences_that_no_mask_tells_apart(self):
-        assert self.call(cu_seq_lens_q=torch.tensor([0, 6])) is not None
-        with pytest.raises(NotImplementedError, match="cannot tell 2 packed sequences apart"):
-            self.call(cu_seq_lens_q=torch.tensor([0, 4, 6]))
-
     def test_sinks_of_every_row(self):
         with pytest.raises(NotImplementedError, match=r"one sink a head, \(4,\).* of shape \(1, 4, 6, 1\)"):
             self.call(sinks=torch.zeros(1, 4, 6, 1))

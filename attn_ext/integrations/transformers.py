@@ -15,6 +15,7 @@ Classes whose attention does not go through ``AttentionInterface`` are refused w
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from attn_ext.functional import sdpa, sdpa_with_weights
 
+from ._transformers_packed import PackedMask, Sequences, attend, block_mask, plain, sequences_of
 from ._transformers_support import calls_interface, computes_attention, refusal, traits
 
 __all__ = ["NAME", "TESTED_VERSIONS", "convert", "register"]
@@ -79,6 +81,12 @@ def _weights_are_collected() -> bool:
     return any("attentions" in key for key in collector.get() or ())
 
 
+def _is_recorded() -> bool:
+    """Whether :func:`attn_ext.record` looks on, which reads weights of rows and keys of one sequence."""
+    watch = sys.modules.get("attn_ext.recording._watch")
+    return watch is not None and not torch.compiler.is_compiling() and bool(watch._thread.watchers)
+
+
 def attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -98,12 +106,14 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function: what a layer of transformers calls.
 
-    ``sliding_window``, among ``others``, is in the mask already.
-
     Shape:
         query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv), ``attention_mask`` broadcasts to
         (B, Hq, Lq, Lk): bool, True takes part, or floating, added. Without one the triangle of causality is
         aligned top-left, also over the keys of a static cache that are not filled yet.
+
+    ``cu_seq_lens_q`` and ``cu_seq_lens_k``, among ``others``, say where sequences begin among the rows of
+    the batch, with a mask or without. ``sliding_window`` is read only with them and without a mask: else it
+    is in the mask already.
 
     Returns:
         The output (B, Lq, Hq, Dv), and the weights (B, Hq, Lq, Lk) if they were asked for, else None.
@@ -111,21 +121,67 @@ def attention_forward(
     Raises:
         NotImplementedError: a paged cache, sparse ``indices``, or a tensor whose meaning is not known.
     """
-    _refuse_unknown(module, attention_mask, others)
+    _refuse_unknown(module, others)
     sinks = _one_sink_a_head(module, query, s_aux if sinks is None else sinks)
-    causal = False
-    if attention_mask is None and query.shape[2] > 1:
-        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    mask = _joined(attention_mask, position_bias)
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    need_weights = output_attentions or _weights_are_collected()
+    # What packed sequences do not have.
+    in_full = need_weights or position_bias is not None or _is_recorded()
+    sequences, mask = _packed(module, query, attention_mask, causal, in_full, others)
+    if sequences is not None and mask is None and not in_full:
+        return attend(query, key, value, sequences, dropout, scaling, softcap or 0.0, sinks), None
+    if sequences is not None:
+        mask = _with_blocks(block_mask(sequences, query.shape[2], key.shape[2]), mask)
+    causal = causal and mask is None and query.shape[2] > 1
+    mask = _joined(mask, position_bias)
     grouped = query.shape[1] != key.shape[1]
     rest = (None, None, 0, softcap or 0.0, sinks)
-    if output_attentions or _weights_are_collected():
+    if need_weights:
         output, weights = sdpa_with_weights(query, key, value, mask, dropout, causal, scaling, grouped, *rest)
         return output.transpose(1, 2), weights
     return sdpa(query, key, value, mask, dropout, causal, scaling, grouped, *rest).transpose(1, 2), None
 
 
-def _refuse_unknown(module: nn.Module, attention_mask: Tensor | None, others: dict[str, Any]) -> None:
+def _packed(
+    module: nn.Module,
+    query: Tensor,
+    attention_mask: Tensor | None,
+    is_causal: bool,
+    in_full: bool,
+    others: dict[str, Any],
+) -> tuple[Sequences | None, Tensor | None]:
+    """The sequences that the rows hold, if somebody says that there are several, and the mask beside them.
+
+    Without a mask beside them they say it all, causality and window, too.
+    """
+    known = attention_mask.sequences if isinstance(attention_mask, PackedMask) and not in_full else None
+    starts = others.get("cu_seq_lens_q")
+    if not isinstance(starts, Tensor) or starts.shape[-1] <= 2:
+        return (None, plain(attention_mask)) if known is None else (known, None)
+    if query.shape[0] != 1:
+        raise NotImplementedError(
+            f"attn_ext expects packed sequences, {starts.shape[-1] - 1} by cu_seq_lens_q, in a batch of one "
+            f"row of tokens, and {type(module).__name__} has {query.shape[0]}: {UNDO}"
+        )
+    of_keys: Tensor | None = others.get("cu_seq_lens_k")
+    of_keys = starts if of_keys is None else of_keys
+    if attention_mask is None:
+        window = others.get("sliding_window")
+        left = None if window is None else window - 1
+        return Sequences(starts, of_keys, is_causal, left, None if is_causal else left), None
+    if known is not None and all(torch.equal(s, known.cu_seqlens_q.to(s)) for s in (starts, of_keys)):
+        return known, None
+    return Sequences(starts, of_keys, is_causal=False), plain(attention_mask)
+
+
+def _with_blocks(blocks: Tensor, mask: Tensor | None) -> Tensor:
+    """The mask of both."""
+    if mask is None:
+        return blocks
+    return blocks & mask if mask.dtype == torch.bool else torch.where(blocks, mask, float("-inf"))
+
+
+def _refuse_unknown(module: nn.Module, others: dict[str, Any]) -> None:
     name = type(module).__name__
     if others.get("cache") is not None:
         raise NotImplementedError(f"attn_ext cannot read the paged cache that {name} works on: {UNDO}")
@@ -137,12 +193,6 @@ def _refuse_unknown(module: nn.Module, attention_mask: Tensor | None, others: di
             raise NotImplementedError(
                 f"attn_ext does not know the tensor {key!r} that {name} hands to its attention: {UNDO}"
             )
-    lengths = others.get("cu_seq_lens_q")
-    if attention_mask is None and isinstance(lengths, Tensor) and lengths.shape[-1] > 2:
-        raise NotImplementedError(
-            f"attn_ext cannot tell {lengths.shape[-1] - 1} packed sequences apart by cu_seq_lens_q without a "
-            "mask: give the model position_ids that start again at 0 with every sequence"
-        )
 
 
 def _one_sink_a_head(module: nn.Module, query: Tensor, sinks: Tensor | None) -> Tensor | None:
@@ -178,6 +228,7 @@ def attention_mask_function(
 
     None stands for causality alone, or for every key where the layer is not causal. The mask is that of
     ``"sdpa"``. Where it is the same for every query row, as padding alone is, one row is made and expanded.
+    That of packed sequences is made when somebody looks at it: :func:`attention_forward` does not.
 
     Raises:
         ValueError: the model of ``config`` does not use AttentionInterface, so it would misread the mask.
@@ -190,7 +241,8 @@ def attention_mask_function(
     rows = q_length
     if mask_function is bidirectional_mask_function and not use_vmap:
         rows = 1
-    mask: Tensor | None = sdpa_mask(
+    make = partial(
+        sdpa_mask,
         batch_size,
         rows,
         kv_length,
@@ -201,7 +253,17 @@ def attention_mask_function(
         config=config,
         **others,
     )
+    sequences = None
+    if others.get("attention_mask") is None and q_length == kv_length and not _is_traced():
+        sequences = sequences_of(mask_function, (batch_size, kv_length))
+    if sequences is not None:
+        return PackedMask.of(sequences, (batch_size, 1, q_length, kv_length), make)
+    mask: Tensor | None = make()
     return mask if mask is None or rows == q_length else mask.expand(-1, -1, q_length, -1)
+
+
+def _is_traced() -> bool:
+    return torch.compiler.is_compiling() or bool(torch._C._get_tracing_state())
 
 
 def _refused(reason: str) -> str:
