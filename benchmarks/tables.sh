@@ -36,6 +36,11 @@ bench() {
   ((plot)) && outputs+=(--plot "$folder/$name.png")
   add "$name" -m attn_ext bench "${outputs[@]}" "$@" "${own[@]}"
 }
+batches() { # of which there are no pictures
+  local name="$1"
+  shift
+  add "$name" -m attn_ext bench --markdown --json "$folder/$name.json" "$@" "${own[@]}"
+}
 
 own=("$@")
 long=(bert-512 'gpt2*' 'whisper*' 'sd-self*' 't5*' 'value*')
@@ -57,6 +62,11 @@ for dtype in float32 bfloat16 float16; do
   else
     left_out+=("avx2-$dtype: there is no avx2 on this machine, only$capabilities")
   fi
+done
+for dtype in float32 bfloat16; do
+  batches "packed-$dtype" --packed --dtype "$dtype" --mode fwd fwdbwd
+  batches "packed-whole-$dtype" --packed --dtype "$dtype" --mode fwd fwdbwd --mask none
+  batches "paged-$dtype" --paged --dtype "$dtype"
 done
 add memory "$here/memory.py"
 add training-step "$here/training_step.py"

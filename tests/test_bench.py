@@ -327,6 +327,12 @@ class TestTiming:
         assert found.calls_per_sample == 500
         assert found.seconds == pytest.approx(1e-7)
 
+    def test_a_sum_counts_each_part_as_often_as_it_counts(self, clock):
+        parts = [(3, timing.Timing(clock.taking(1e-6))), (1, timing.Timing(clock.taking(5e-3)))]
+        found = timing.alternate({"": timing.SumTiming(clock.taking(1.0), parts=parts)}, self.METHOD)[""]
+        assert found.seconds == pytest.approx(5.003e-3)
+        assert [part.calls_per_sample for _, part in parts] == [50, 1]
+
     def test_a_slow_contender_has_enough_after_the_limit(self, clock):
         found = self.measure(clock.taking(1.0), timing.Method(block=0.3, rounds=50, limit=2.5))
         assert [len(block.samples) for block in found.blocks] == [1, 1, 1]

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from .cells import MODES, Problem
 from .machine import Machine
@@ -24,6 +24,24 @@ MODE_NAMES = {
 
 
 Show = Callable[["Result", str], str]
+
+
+class Measured(Protocol):
+    """What groups of results and warnings are made of."""
+
+    @property
+    def cell(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def mode(self) -> str: ...
+    @property
+    def unsteady(self) -> dict[str, float]: ...
+    @property
+    def stalled(self) -> tuple[str, ...]: ...
+
+
+AnyMeasured = TypeVar("AnyMeasured", bound=Measured)
 
 
 @dataclass(frozen=True)
@@ -130,7 +148,7 @@ def as_json(results: Sequence[Result], machine: Machine, **more: Any) -> dict[st
     return {**more, "machine": asdict(machine), "results": cells}
 
 
-def warning(results: Sequence[Result]) -> str | None:
+def warning(results: Sequence[Measured]) -> str | None:
     """Which figures are no good, and why; None if all are."""
     rough = [_unsteady_in_words(result) for result in results if result.unsteady]
     stalled = [f"{_place(result)}: {', '.join(result.stalled)}" for result in results if result.stalled]
@@ -146,11 +164,11 @@ def warning(results: Sequence[Result]) -> str | None:
     return "\n".join([*lines, "Measure again when it is idle, or with more --rounds or fewer --threads."])
 
 
-def _unsteady_in_words(result: Result) -> str:
+def _unsteady_in_words(result: Measured) -> str:
     return f"{_place(result)}: " + ", ".join(f"{n} {part:.0%}" for n, part in result.unsteady.items())
 
 
-def _place(result: Result) -> str:
+def _place(result: Measured) -> str:
     return f"{result.cell}, {result.dtype}, {MODE_NAMES[result.mode]}"
 
 
@@ -189,9 +207,9 @@ def in_markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in (header, marks, *others))
 
 
-def grouped(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:
+def grouped(results: Sequence[AnyMeasured]) -> list[tuple[str, list[AnyMeasured]]]:
     """By dtype and mode, with a title each."""
-    groups: dict[str, list[Result]] = {}
+    groups: dict[str, list[AnyMeasured]] = {}
     for result in results:
         groups.setdefault(f"{result.dtype}, {MODE_NAMES[result.mode]}", []).append(result)
     return list(groups.items())

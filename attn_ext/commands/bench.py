@@ -70,8 +70,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--limit", type=positive_float, default=10.0, help="most seconds for a slow one (default: 10)"
     )
 
-    from . import bench_models
+    from . import bench_batches, bench_models
 
+    bench_batches.add_options(parser)
     bench_models.add_options(parser)
 
     out = parser.add_argument_group("what comes out")
@@ -82,14 +83,20 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(arguments: argparse.Namespace) -> None:
-    if arguments.list:
-        print_grid()
-        return
-    from . import bench_models
+    from . import bench_batches, bench_models
 
+    batches = bench_batches.chosen(arguments)
+    if arguments.list:
+        print_grid() if batches is None else bench_batches.print_grid(batches)
+        return
     bench_models.check_options(arguments)
+    if batches is not None:
+        bench_batches.check_options(batches, arguments)
     check_files(arguments)
     on_capability(arguments.capability)
+    if batches is not None:
+        bench_batches.run(batches, arguments)
+        return
     if arguments.model:
         bench_models.run(arguments)
         return
