@@ -17,6 +17,7 @@ cmake -S "$root/examples/cpp" -B "$build/examples" -G Ninja -DCMAKE_PREFIX_PATH=
 cmake --build "$build/examples"
 
 "$build/examples/direct_call"
+"$build/examples/packed_call"
 "$venv/bin/python" "$root/examples/cpp/save_module.py" "$build/saved"
 "$build/examples/scripted_module" "$build/saved"
 "$venv/bin/python" "$root/examples/cpp/compile_module.py" "$build/compiled"

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import attn_ext
 from attn_ext.benchmark import timing
-from attn_ext.commands import bench
+from attn_ext.commands import bench, bench_batches
 
 ROOT = Path(__file__).parents[1]
 
@@ -95,6 +96,68 @@ class TestCharLM:
         )
 
 
+class TestServe:
+    SMALL = ["--requests", "9", "--max-length", "64", "--slots", "4", "--threads", "1"]
+
+    @pytest.fixture
+    def serve(self):
+        return load("examples/serve.py")
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [[], ["--dtype", "int8"], ["--dtype", "bfloat16", "--page-size", "5", "--chunk", "7", "--rows", "8"]],
+        ids=" ".join,
+    )
+    def test_writes_what_one_request_at_a_time_writes(self, serve, capsys, arguments):
+        serve.main([*self.SMALL, *arguments])
+        printed = capsys.readouterr().out
+        assert re.search(r"^9 requests in \d+ steps; requests waited in [1-9]\d* of them$", printed, re.M)
+        assert re.search(r"^\d+ tokens read, \d+ written, \d+ tokens/s$", printed, re.M)
+        pages, used = map(int, re.search(r"KiB in (\d+) pages, (\d+) used at most", printed).groups())
+        assert pages / 3 < used <= pages
+        assert printed.splitlines()[-1].startswith("tokens equal")
+
+    def test_the_comparison_can_fail(self, serve, monkeypatch):
+        rotate = serve.rotate
+        monkeypatch.setattr(serve, "rotate", lambda x, positions: rotate(x, positions) + 1e-6 * torch.rand(1))
+        with pytest.raises(SystemExit, match="tokens or their scores differ"):
+            serve.main(self.SMALL)
+        serve.main([*self.SMALL, "--no-check"])
+
+    def test_pages_go_round(self, serve):
+        options = serve.parse([*self.SMALL, "--pages", "4"])
+        requests = serve.make_requests(options)
+        with torch.inference_mode():
+            server = serve.Server(serve.Decoder(), options.slots, options.max_length, options)
+            server.serve(requests)
+        assert all(request.finished for request in requests)
+        assert sum(map(server.pages_of, requests)) > 3 * server.pages
+        assert [cache.free_rows() for cache in server.caches] == [4 * options.page_size] * serve.LAYERS
+        assert len({tuple(request.written[:3]) for request in requests}) > 5  # it does not write one thing
+
+    def test_a_row_has_the_same_bits_among_any_others(self, serve):
+        model = serve.Decoder()
+        x, weight = torch.randn(50, serve.DIM), model.head.detach()
+        together = serve.linear(x, weight, model.rows)
+        alone = torch.cat([serve.linear(row[None], weight, model.rows) for row in x])
+        assert torch.equal(together, alone)
+        torch.testing.assert_close(together, x @ weight.T)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--pages", "3"], "expected --pages of at least 4, what a request can need, but got 3"),
+            (["--page-size", "0"], "expected --page-size of at least 1, but got 0"),
+            (["--max-length", "3"], "expected --max-length of at least 4, but got 3"),
+        ],
+    )
+    def test_refuses_what_cannot_be(self, serve, capsys, arguments, message):
+        with pytest.raises(SystemExit) as stop:
+            serve.main([*self.SMALL, *arguments])
+        assert stop.value.code == 2
+        assert message in capsys.readouterr().err
+
+
 class TestTrainingStep:
     @pytest.fixture
     def training_step(self):
@@ -168,26 +231,34 @@ else:
         assert done.returncode == 0
         assert re.search(r"^All (\d+) tables are in .*, with nothing left out\.$", done.stdout, re.M)
         calls = tables.calls()
-        assert len(calls) == len(list(tables.folder.glob("*.md"))) == 3 * 10 + 2
+        assert len(calls) == len(list(tables.folder.glob("*.md"))) == 3 * 10 + 2 * 3 + 2
         *benches, memory, training = calls
+        batches = [call for call in benches if "--packed" in call or "--paged" in call]
+        assert batches == benches[-6:]
         assert memory[0].endswith("memory.py")
         assert training[0].endswith("training_step.py")
-        assert all("--plot" in call and call[-2:] == ["--threads", "3"] for call in benches)
+        assert all(("--plot" in call) == (call not in batches) for call in benches)
+        assert all(call[-2:] == ["--threads", "3"] for call in benches)
         assert "--cells\tdecode*" in "\t".join(benches[7])
 
-    def test_the_commands_are_those_that_bench_takes(self, tables):
+    def test_the_commands_are_those_that_bench_takes(self, tables, monkeypatch):
+        # A build without the op refuses --paged.
+        monkeypatch.setattr(attn_ext, "sdpa_paged", print, raising=False)
         tables()
         parser = argparse.ArgumentParser()
         bench.add_parser(parser.add_subparsers())
         for call in tables.calls()[:-2]:
             arguments = parser.parse_args(call[2:])
             assert bench.choose_problems(arguments)
+            batches = bench_batches.chosen(arguments)
+            if batches is not None:
+                bench_batches.check_options(batches, arguments)
 
     def test_shows_how_far_it_is(self, tables):
         lines = re.findall(
-            r"^\[(#*)(-*)\] (\d+) of 32 parts done, \d+ min; now (\S+)$", tables().stderr, re.M
+            r"^\[(#*)(-*)\] (\d+) of 38 parts done, \d+ min; now (\S+)$", tables().stderr, re.M
         )
-        assert [int(line[2]) for line in lines] == [*range(33)]
+        assert [int(line[2]) for line in lines] == [*range(39)]
         assert {len(line[0] + line[1]) for line in lines} == {30}
         assert [lines[0][3], lines[-2][3], lines[-1][3]] == ["forward-float32", "training-step", "nothing"]
 
@@ -204,7 +275,7 @@ else:
     def test_a_part_that_fails_stops_no_other(self, tables):
         done = tables("no_weights")
         assert done.returncode == 1
-        assert len(tables.calls()) == 32
+        assert len(tables.calls()) == 38
         assert re.findall(r"^  (\S+): it failed, see above: ", done.stdout, re.M) == [
             f"weights-{dtype}" for dtype in ("float32", "bfloat16", "float16")
         ]
