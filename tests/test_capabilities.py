@@ -18,6 +18,8 @@ NUMERICAL = (
     "test_derivatives.py",
     "test_dropout.py",
     "test_onnx.py",
+    "test_packed.py",
+    "test_packed_calling.py",
     "test_parts.py",
     "test_systems.py",
 )
@@ -45,6 +47,13 @@ def test_a_capability_that_is_not_there_is_an_error_at_import():
     done = run("avx9000", "-c", "import attn_ext")
     assert done.returncode != 0
     assert "avx9000" in done.stderr and "baseline" in done.stderr
+
+
+@pytest.mark.parametrize("capability", OTHERS)
+def test_packed_sequences_agree_with_the_reference_on(capability):
+    done = run(capability, str(TESTS / "tools" / "packed_check.py"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip() == f"{capability}: 24 calls agree"
 
 
 @pytest.mark.slow

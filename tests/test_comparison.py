@@ -140,6 +140,26 @@ def exports(call: Call) -> bool:
     return torch.export.export(Module(), tuple(tensors())) is not None
 
 
+STARTS = torch.tensor([0, 5, 16])
+
+
+def in_one(tensor: Tensor) -> Tensor:
+    """(rows, heads, head dim)."""
+    return tensor[0].transpose(0, 1)
+
+
+def jagged_backward(call: Call) -> bool:
+    rows = [torch.randn(length, 2, 16) for length in (3, 5)]
+    leaf = torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=True)
+    call(*[leaf.transpose(1, 2)] * 3).values().sum().backward()
+    return leaf.grad.values().isfinite().all()
+
+
+def multihead_of_jagged(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    rows = [x.transpose(1, 2).flatten(-2) for x in (query, key, value)]
+    return MULTIHEAD(*rows, need_weights=False)[0]
+
+
 def own_score_function() -> bool:
     return flex_attention(*tensors(), score_mod=lambda score, b, h, i, j: score * (i - j)).isfinite().all()
 
@@ -209,6 +229,18 @@ CLAIMS: dict[str, dict[str, Callable[[], bool] | None]] = {
     },
     "attention sinks": {
         "attn_ext": lambda: attn_ext.sdpa(*tensors(), sinks=torch.zeros(2)).isfinite().all(),
+    },
+    "packed sequences, forward and backward": {
+        "attn_ext": lambda: backward(lambda *x: attn_ext.sdpa_packed(*map(in_one, x), STARTS)),
+        "FlexAttention": lambda: backward(
+            lambda *x: flex_attention(*x, block_mask=block_mask(lambda b, h, i, j: (i < 5) == (j < 5)))
+        ),
+    },
+    "jagged nested tensors, forward and backward": {
+        "attn_ext": lambda: jagged_backward(attn_ext.sdpa),
+        "F.sdpa": lambda: jagged_backward(F.scaled_dot_product_attention),
+        "nn.MultiheadAttention": lambda: jagged_backward(multihead_of_jagged),
+        "FlexAttention": lambda: jagged_backward(flex_attention),
     },
     "any score function of one's own": {"FlexAttention": own_score_function},
     "TorchScript": each(script),

@@ -84,3 +84,16 @@ def test_a_step_with_another_offset():
 
     for offset in (0, 1, 2):
         torch.testing.assert_close(gradient(compiled, offset), gradient(eager, offset))
+
+
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.5, "is_causal": True}], ids=["plain", "dropout"])
+def test_packed_sequences(options):
+    torch._dynamo.reset()
+    results = []
+    for backward in (eager, compiled):
+        torch.manual_seed(0)
+        x, starts = torch.randn(9, 3, 2, 4, requires_grad=True), torch.tensor([0, 2, 2, 9])
+        output, lse = attn_ext.sdpa_packed_with_lse(*x.unbind(1), starts, **options)
+        backward(output.square().sum() + lse.sin().sum())
+        results.append(x.grad)
+    torch.testing.assert_close(*results)

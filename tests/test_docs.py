@@ -28,6 +28,7 @@ WITH_EXAMPLES = {
     "attn_ext._explain",
     "attn_ext.integrations.convert",
     "attn_ext.integrations.override",
+    "attn_ext.integrations.varlen",
     "attn_ext.modules.cross_attention",
     "attn_ext.modules.multi_head_attention",
     "attn_ext.modules.scaled_dot_product_attention",

@@ -11,6 +11,7 @@ import attn_ext
 FAULTS = Path(__file__).parent / "fuzz" / "faults.py"
 QUICK = ("few_rows/plain/sdpa*", "few_keys/careful*/sdpa*", "tiles/bias/sdpa", "tiles/careful_threads/*")
 QUICK += ("*/threads/sdpa", "*/dropout/sdpa", "*/transposed/sdpa", "*/broadcast/sdpa", "split/careful/*")
+QUICK += ("packed/plain", "packed/holes/forward")
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="malloc is replaced by preloading")
 

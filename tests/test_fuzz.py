@@ -32,6 +32,13 @@ def test_random_calls_agree_with_the_formulas(capability):
     assert f"{capability}: 1000 cases, 0 mismatches" in done.stdout
 
 
+@pytest.mark.parametrize("capability", SUBJECTS)
+def test_random_packed_calls_agree_sequence_by_sequence(capability):
+    done = fuzz("--packed", "--capability", capability, "--cases", "50", "--seed", "0", "--max-found", "5")
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    assert f"{capability}: 50 cases, 0 mismatches" in done.stdout
+
+
 # What is planted is found
 
 
@@ -102,6 +109,82 @@ def test_a_planted_fault_is_found_and_shrunk(tools, monkeypatch, plant: Callable
     assert small.features() & needed
     assert small.scores <= 16 and max(small.d, small.dv) <= 4
     assert len(small.options) + len(small.plants) + len(small.layouts) + bool(small.mask) <= 2, small
+
+
+def top_left(*tensors, original, query_offsets=None, **options):
+    zeros = torch.zeros_like(options["cu_seqlens_q"][1:]) if query_offsets is None else query_offsets
+    return original(*tensors, query_offsets=zeros, **options)
+
+
+def neighbours_leak(query, key, value, *, original, **options):
+    output, lse = original(query, key, value, **options)
+    return output + value.nansum() * 1e-3 * lse.isfinite().T[..., None], lse
+
+
+def rows_of_nobody(query, key, value, *, original, **options):
+    output, lse = original(query, key, value, **options)
+    return torch.where(lse.T[..., None] == -torch.inf, 1, output), lse
+
+
+def no_holes(*tensors, original, seqlens_k=None, **options):
+    return original(*tensors, **options)
+
+
+def one_draw(query, key, value, *, original, dropout_p=0.0, **options):
+    output, lse = original(query, key, value, **options)
+    keep = torch.rand(output.shape[1:2])[:, None] >= dropout_p
+    return output * keep / max(1 - dropout_p, 1e-9), lse
+
+
+def last_bits(query, key, value, *, original, **options):
+    output, lse = original(query, key, value, **options)
+    return output.nextafter(output * 2) if output.dtype != torch.float16 else output, lse
+
+
+@pytest.mark.parametrize(
+    ("plant", "kind", "needed"),
+    [
+        (top_left, "numbers", {"is_causal", "window_left", "window_right"}),
+        (neighbours_leak, "numbers", {"float32"}),
+        (rows_of_nobody, "outside", {"float32"}),
+        (no_holes, "numbers", {"holes"}),
+        (one_draw, "numbers", {"dropout_p"}),
+        (last_bits, "bits", {"float32"}),
+    ],
+    ids=lambda x: getattr(x, "__name__", None) or str(x),
+)
+def test_a_fault_of_packed_calls_is_found_and_shrunk(tools, monkeypatch, plant: Callable, kind, needed):
+    _, check = tools
+    import packed
+    import packed_cases
+
+    original = attn_ext.sdpa_packed_with_lse
+
+    def planted(query, key, value, **options):
+        return plant(query, key, value, original=original, **options)
+
+    monkeypatch.setattr(attn_ext, "sdpa_packed_with_lse", planted)
+
+    def again(case):
+        return packed.check_packed(case, "attn_ext")
+
+    drawn = (packed_cases.draw_packed_case(7, number) for number in range(2000))
+    tried = (again(case) for case in drawn if case.features() & needed)
+    found = next(mismatch for mismatch in tried if mismatch and mismatch.kind == kind)
+    small = check.minimise(found, again).case
+    assert small.features() & needed
+    assert len(small.parts) <= 2
+    assert len(small.options) + len(small.plants) + len(small.layouts) <= 1, small
+
+
+def test_a_packed_case_is_printed_as_a_program_that_runs(tools):
+    import packed_cases
+
+    for number in range(30):
+        case = packed_cases.draw_packed_case(11, number)
+        if case.d:
+            exec(compile(case.snippet("output", "avx2", "told"), "snippet", "exec"), {})
+    torch.set_num_threads(1)
 
 
 def test_a_process_that_dies_is_found_and_shrunk():

@@ -94,6 +94,24 @@ def test_no_scores_are_held(name):
     assert peak_growth(*CALLS[name], 8, 4096) < scores(8, 4096) / 4
 
 
+PACKED = """
+def call(lengths):
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    tensors = [torch.randn(sum(lengths), 8, 16, requires_grad=True) for _ in range(3)]
+    before = peak()
+    attn_ext.sdpa_packed(*tensors, starts, is_causal=True).sum().backward()
+    return peak() - before
+
+call([64] * 4)
+print(call({lengths}))
+"""
+
+
+def test_packed_sequences_hold_neither_scores_nor_padding():
+    """One sequence of half of the rows and many short ones: padded, they would be a gigabyte each."""
+    assert printed(PACKED.format(lengths=[4096] + [8] * 512)) < scores(8, 4096) / 4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(CALLS) - {"forward", "mask_gradient"}))
 def test_no_scores_are_held_whatever_the_call(name):

@@ -131,6 +131,36 @@ class TestFunctions:
         ]
 
 
+class Packed(nn.Module):
+    """Packed sequences with holes and with offsets, and both merged."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, lengths: Tensor) -> Any:
+        options = {"is_causal": True, "window_left": 4, "enable_gqa": True, "softcap": 9.0}
+        output, lse = attn_ext.sdpa_packed_with_lse(query, key, value, starts, seqlens_k=lengths, **options)
+        offsets = attn_ext.sdpa_packed(
+            query, key, value, starts, starts, query_offsets=lengths, is_causal=True, enable_gqa=True
+        )
+        return output, lse, offsets, *attn_ext.merge_partials([output, offsets], [lse.T, lse.T + 1])
+
+
+def packed_inputs(*counts: int) -> tuple[Tensor, ...]:
+    starts = torch.tensor([0, *counts]).cumsum(0)
+    query, key, value = (torch.randn(sum(counts) + 1, heads, 8) for heads in (4, 2, 2))
+    return query, key, value, starts, torch.tensor(counts) - 1
+
+
+class TestPacked:
+    def test_exports_with_any_number_of_sequences(self):
+        rows, count = torch.export.Dim("rows", min=2), torch.export.Dim("count", min=2)
+        shapes = {n: {0: rows} for n in ("query", "key", "value")}
+        shapes |= {"starts": {0: count + 1}, "lengths": {0: count}}
+        model = Packed()
+        proto = export(model, packed_inputs(3, 5, 1, 9), dynamic_shapes=shapes)
+        assert all(node.domain == "" for node in proto.graph.node)
+        for counts in ((3, 5, 1, 9), (2, 30), (1, 1, 1, 1, 7)):
+            assert_the_same(proto, model, packed_inputs(*counts))
+
+
 class TestTable:
     def test_translates_ops_by_name(self):
         model = Everything(torch.ops.attn_ext)

@@ -931,3 +931,31 @@ class TestIntegrations:
             model(image)
         assert seen.layers == ("blocks.0.attn", "blocks.1.attn")
         assert seen[0][0].shape == (1, 4, 5, 5)
+
+
+class Packed(nn.Module):
+    """Attention of three sequences in one tensor, of which the second has a row of nobody behind it."""
+
+    OPTIONS = {
+        "cu_seqlens_q": torch.tensor([0, 3, 6, 9]),
+        "cu_seqlens_k": torch.tensor([0, 5, 8, 9]),
+        "seqlens_q": torch.tensor([3, 2, 3]),
+        "is_causal": True,
+        "window_left": 2,
+    }
+
+    def forward(self, x):
+        return attn_ext.sdpa_packed(x, x, x, **self.OPTIONS)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_packed_sequences_see_their_own_keys_alone(mode):
+    x, model = torch.randn(9, 2, 4), Packed()
+    with mode(), attn_ext.record(model, what=("weights", "lse")) as seen:
+        model(x)
+    weights, lse = (seen[0, what][0] for what in ("weights", "lse"))
+    _, expected_lse = attn_ext.sdpa_packed_with_lse(x, x, x, **Packed.OPTIONS)
+    torch.testing.assert_close(lse.squeeze(0).float(), expected_lse)
+    torch.testing.assert_close(
+        torch.einsum("hij,jhd->ihd", weights.squeeze(0).float(), x), model(x), rtol=0, atol=1e-5
+    )

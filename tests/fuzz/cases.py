@@ -41,7 +41,7 @@ _LEAST_DIMS = {"heads_last": 3, "expanded_heads": 3, "expanded_all": 0, "offset"
 _NEEDS_ONE = ("expanded_all",)  # of numbers
 
 
-def _layout_fits(layout: str, shape: Shape) -> bool:
+def layout_fits(layout: str, shape: Shape) -> bool:
     return len(shape) >= _LEAST_DIMS.get(layout, 2) and (layout not in _NEEDS_ONE or math.prod(shape) > 0)
 
 
@@ -84,11 +84,11 @@ def numbers(seed: int, shape: Shape) -> Tensor:
 
 
 @lru_cache(4096)
-def _compiled(program: str) -> CodeType:
+def compiled(program: str) -> CodeType:
     return compile(program, "case", "exec")
 
 
-_NAMES = {"torch": torch, "numbers": numbers, "inf": math.inf, "nan": math.nan}
+NAMES = {"torch": torch, "numbers": numbers, "inf": math.inf, "nan": math.nan}
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,7 @@ class Case:
     wanted: tuple[str, ...] = INPUTS
     threads: int = 1
     seed: int = 0
+    place: int = 0  # which batch of the dropout draw this is: a packed call draws one for each sequence
 
     # Shapes
 
@@ -206,7 +207,7 @@ class Case:
                 full = shape()
             else:
                 full = self.output_shapes().get(name.removeprefix("grad_"), ())
-            if not _layout_fits(layout, full):
+            if not layout_fits(layout, full):
                 return False
         return self.mask not in _NEED_A_ROW or bool(self.mask_shape())
 
@@ -268,8 +269,8 @@ class Case:
 
     def build(self) -> dict[str, Tensor]:
         """Every tensor by name."""
-        names: dict[str, Any] = dict(_NAMES)
-        exec(_compiled("\n".join(self.program())), names)
+        names: dict[str, Any] = dict(NAMES)
+        exec(compiled("\n".join(self.program())), names)
         return {n: t for n, t in names.items() if isinstance(t, Tensor) and n != "t"}
 
     def keywords(self) -> dict[str, Any]:
@@ -356,8 +357,8 @@ class Case:
 _LENGTHS = (0, 1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 18, 23, 31, 32, 33)
 _LONG = (63, 64, 65, 96, 97, 127, 128, 129, 130, 160, 200, 257)
 _VERY_LONG = (511, 513, 1023, 1024, 1025, 1040, 1100, 2049)
-_DIMS = (0, 1, 1, 2, 3, 4, 5, 7, 8, 8, 9, 12, 15, 16, 16, 17, 24, 31, 32, 33, 40, 64, 65, 80)
-_VALUES = ("nan", "nan", "inf", "-inf", "1e30", "-6e4")
+DIMS = (0, 1, 1, 2, 3, 4, 5, 7, 8, 8, 9, 12, 15, 16, 16, 17, 24, 31, 32, 33, 40, 64, 65, 80)
+VALUES = ("nan", "nan", "inf", "-inf", "1e30", "-6e4")
 
 
 def draw_case(seed: int, number: int) -> Case:
@@ -414,7 +415,7 @@ def _layouts(draw: random.Random, names: list[str]) -> tuple[tuple[str, str], ..
 
 def _draw(draw: random.Random) -> Case:
     lq, lk = _lengths(draw)
-    d, dv = draw.choice(_DIMS), draw.choice(_DIMS)
+    d, dv = draw.choice(DIMS), draw.choice(DIMS)
     batch = draw.choice(((), (), (1,), (1,), (2,), (2,), (3,), (0,), (2, 2), (1, 3), (2, 1)))
     heads = draw.choice((1, 1, 2, 2, 3, 4))
     gqa = draw.random() < 0.3
@@ -441,7 +442,7 @@ def _draw(draw: random.Random) -> Case:
         targets += ["attn_mask"] if mask.startswith("bias") else []
         for _ in range(draw.choice((1, 1, 2, 4))):
             plants.append(
-                Plant(draw.choice(targets), draw.choice((0.0, 1.0, draw.random())), draw.choice(_VALUES))
+                Plant(draw.choice(targets), draw.choice((0.0, 1.0, draw.random())), draw.choice(VALUES))
             )
     wanted = INPUTS if draw.random() < 0.6 else tuple(n for n in INPUTS if draw.random() < 0.5)
     dtype = draw.choice(("float32", "float32", "float64", "bfloat16", "bfloat16", "float16"))
@@ -459,7 +460,7 @@ def _draw(draw: random.Random) -> Case:
     for name, layout in _layouts(draw, names):
         shapes = {f"grad_{n}": s for n, s in case.output_shapes().items()}
         shapes |= {"attn_mask": case.mask_shape()} | {n: case.shape_of(n) for n in ("query", "key", "value")}
-        if _layout_fits(layout, shapes[name]):
+        if layout_fits(layout, shapes[name]):
             layouts.append((name, layout))
     return replace(case, layouts=tuple(layouts))
 

@@ -29,7 +29,9 @@ from typing import Any
 import torch
 from cases import OPS, SIDE, Case, Plant
 from fuzz import progress
-from subjects import run
+from packed import run_packed
+from packed_cases import PackedCase, Part
+from subjects import run as run_one
 
 HERE = Path(__file__).parent
 MOST = 2000  # allocations of a call
@@ -45,8 +47,9 @@ _WAYS = {
 }
 
 
-def paths() -> Iterator[tuple[str, Case]]:
-    """Every path, and on it every kind of extra memory that a call may want."""
+def paths() -> Iterator[tuple[str, Case | PackedCase]]:
+    """Every path, and on it every kind of extra memory that a call may want; all paths in one packed call."""
+    yield from packed_paths()
     nan_hidden = (
         Plant("value", 0.3, "nan"),
         Plant("key", 0.6, "nan"),
@@ -72,6 +75,31 @@ def paths() -> Iterator[tuple[str, Case]]:
                 case = Case(op=op, batch=(2,), heads=2, incoming=incoming, seed=5, **{**shape, **more})
                 yield f"{way}/{kind}/{op}", case
                 yield f"{way}/{kind}/{op}/forward", replace(case, incoming=())
+
+
+def packed_paths() -> Iterator[tuple[str, PackedCase]]:
+    """Packed calls of a sequence for each way, one of none and one of a row."""
+    shapes = [*_WAYS.values(), {"lq": 0, "lk": 0}, {"lq": 1, "lk": 1}]
+    parts = tuple(Part(s["lq"], s["lk"], hole_q=1, hole_k=2) for s in shapes)
+    kinds: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "threads": {"threads": 2},
+        "holes": {"holes": True, "offsets": True, "dtype": "bfloat16", "threads": 2},
+        "careful": {"plants": (Plant("value", 0.3, "nan"), Plant("key", 0.6, "nan"))},
+        "sinks": {"sinks": "normal", "options": (("dropout_p", 0.3), ("window_left", 9))},
+    }
+    for kind, more in kinds.items():
+        incoming = ("output", "lse") if kind == "sinks" else ("output",)
+        case = PackedCase(parts=parts, heads=2, d=8, dv=16, incoming=incoming, seed=5, **more)
+        yield f"packed/{kind}", case
+        yield f"packed/{kind}/forward", replace(case, incoming=())
+
+
+def run(case: Case | PackedCase, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Outputs and gradients by name."""
+    if isinstance(case, PackedCase):
+        return run_packed(case, tensors, "attn_ext")
+    return run_one(case, tensors, "attn_ext")
 
 
 # The process in which allocations fail ---------------------------------------------------------------
@@ -105,12 +133,12 @@ def work(names: Sequence[str], first: int, at: Path) -> None:
         first = 1
 
 
-def fail_each(case: Case, name: str, faults: Any, first: int, at: Path) -> dict[str, Any]:
+def fail_each(case: Case | PackedCase, name: str, faults: Any, first: int, at: Path) -> dict[str, Any]:
     """Let allocation ``first`` of a call fail, then the next and so on; what came of it."""
     begin, end = (ctypes.c_size_t(a) for a in code_of_the_library())
     tensors = case.build()
     torch.set_num_threads(case.threads)
-    expected = bits(run(case, tensors, "attn_ext"))
+    expected = bits(run(case, tensors))
     wrong: list[str] = []
     kinds: Counter[str] = Counter()
     for n in range(first, MOST):
@@ -118,7 +146,7 @@ def fail_each(case: Case, name: str, faults: Any, first: int, at: Path) -> dict[
         results, told = None, "no exception"
         faults.attn_ext_faults_begin(ctypes.c_int64(n), begin, end)
         try:
-            results = run(case, tensors, "attn_ext")
+            results = run(case, tensors)
         except (MemoryError, RuntimeError) as error:
             told = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:60]}"
         except BaseException as error:
@@ -129,7 +157,7 @@ def fail_each(case: Case, name: str, faults: Any, first: int, at: Path) -> dict[
         if not met:
             break
         kinds[told] += 1
-        if bits(run(case, tensors, "attn_ext")) != expected:
+        if bits(run(case, tensors)) != expected:
             wrong.append(f"allocation {n}: the call after it gives another result")
     return {"tried": n - first, "wrong": wrong, "kinds": kinds}
 

@@ -3,6 +3,7 @@
     python tests/fuzz/fuzz.py --seconds 60
     python tests/fuzz/fuzz.py --cases 5000 --seed 3 --capability avx2 --capability aten
     python tests/fuzz/fuzz.py --seconds 60 --without sinks --without plant:grad
+    python tests/fuzz/fuzz.py --seconds 60 --packed
     python tests/fuzz/fuzz.py --show 3/1234 --capability avx2
 
 Each instruction set runs in a process of its own (``--capability reference`` holds the package's reference
@@ -32,16 +33,27 @@ from typing import Any
 import torch
 from cases import Case, Plant, draw_case
 from check import Mismatch, check, minimise
+from packed import check_packed
+from packed_cases import PackedCase, Part, draw_packed_case
 
 HANG_SECONDS = 60.0
 #: What names a case in a message between processes; read back with these names alone.
-_CASE_NAMES = {"Case": Case, "Plant": Plant, "inf": float("inf"), "nan": float("nan")}
+_CASE_NAMES = {c.__name__: c for c in (Case, PackedCase, Part, Plant)}
+_CASE_NAMES |= {"inf": float("inf"), "nan": float("nan")}
 
 
-def read_case(text: str) -> Case:
+AnyCase = Case | PackedCase
+
+
+def read_case(text: str) -> AnyCase:
     """A case from its own text."""
-    case: Case = eval(text, {"__builtins__": {}}, _CASE_NAMES)
+    case: AnyCase = eval(text, {"__builtins__": {}}, _CASE_NAMES)
     return case
+
+
+def drawn(options: argparse.Namespace, number: int) -> AnyCase:
+    """Case ``number`` of the run."""
+    return (draw_packed_case if options.packed else draw_case)(options.seed, number)
 
 
 # The process of one instruction set ------------------------------------------------------------------
@@ -63,10 +75,11 @@ def work(arguments: argparse.Namespace) -> None:
     if subject == "attn_ext" and attn_ext.cpu_capability() != arguments.capability[0]:
         raise RuntimeError(f"expected {arguments.capability[0]}, but got {attn_ext.cpu_capability()}")
 
-    def checked(case: Case) -> Mismatch | None:
+    def checked(case: AnyCase) -> Mismatch | None:
         if arguments.plant in case.features():
             os.abort()  # the test of what is done about a process that dies
-        return check(case, subject, arguments.strict)
+        function = check_packed if isinstance(case, PackedCase) else check
+        return function(case, subject, arguments.strict)
 
     if arguments.case:
         checked(read_case(arguments.case))
@@ -78,7 +91,7 @@ def work(arguments: argparse.Namespace) -> None:
         end = time.monotonic() + arguments.seconds
         while number < arguments.first + arguments.cases and time.monotonic() < end:
             at[:8] = number.to_bytes(8, "little")
-            case = draw_case(arguments.seed, number)
+            case = drawn(arguments, number)
             if not case.features() & without:
                 found = checked(case)
                 at[8:] = (int.from_bytes(at[8:], "little") + 1).to_bytes(8, "little")
@@ -119,6 +132,7 @@ class Run:
             *("--cases", str(options.first + options.cases - first), "--seconds", str(seconds)),
             *(["--no-shrink"] if not options.shrink else []),
             *(["--strict"] if options.strict else []),
+            *(["--packed"] if options.packed else []),
             *(["--plant", options.plant] if options.plant else []),
             *(f"--without={name}" for name in options.without),
         ]
@@ -159,7 +173,7 @@ class Run:
         self.tried += self.position()[1]
         told = f"hangs for {HANG_SECONDS} s" if hangs else f"process ended with {self.process.returncode}"
         told += ": " + " | ".join(line.strip() for line in self.errors[:12])
-        crash = Mismatch(draw_case(self.options.seed, number), "", "crash", told)
+        crash = Mismatch(drawn(self.options, number), "", "crash", told)
         self.found.append((number, self._shrink_crash(crash) if self.options.shrink else crash))
         self.start(number + 1, max(self.until - time.monotonic(), 1.0))
 
@@ -184,7 +198,7 @@ class Run:
     def _shrink_crash(self, crash: Mismatch) -> Mismatch:
         hangs = crash.told.startswith("hangs")
 
-        def again(case: Case) -> Mismatch | None:
+        def again(case: AnyCase) -> Mismatch | None:
             status = run_case(self.capability, case, ["--plant", self.options.plant or ""], hangs)
             return Mismatch(case, "", "crash", crash.told) if status < 0 else None
 
@@ -208,7 +222,7 @@ def start_worker(capability: str, command: Sequence[str]) -> "subprocess.Popen[s
     )
 
 
-def run_case(capability: str, case: Case, more: Sequence[str], hangs: bool) -> int:
+def run_case(capability: str, case: AnyCase, more: Sequence[str], hangs: bool) -> int:
     """The exit status of a process that runs one case; negative if it died or hung."""
     process = start_worker(capability, ["--worker", "--case", str(case), *more])
     try:
@@ -279,6 +293,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--no-shrink", dest="shrink", action="store_false", help="print cases as they were drawn"
     )
     parser.add_argument("--crash-tries", type=int, default=30, help="processes that may shrink a crash")
+    parser.add_argument("--packed", action="store_true", help="calls of packed sequences")
     parser.add_argument("--strict", action="store_true", help="NaN has to show in every result of its row")
     parser.add_argument("--show", metavar="SEED/NUMBER", help="print a case's program and check it")
     for name in ("--worker", "--at", "--case", "--plant"):
@@ -314,7 +329,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.show:
         seed, number = map(int, options.show.split("/"))
         options.seed, options.first, options.cases = seed, number, 1
-        print(f"# {draw_case(seed, number)}\n{draw_case(seed, number).snippet()}")
+        case = drawn(options, number)
+        print(f"# {case}\n{case.snippet()}")
     return int(report(fuzz(options), options.seed))
 
 

@@ -190,8 +190,12 @@ class _Oracle:
         if p > 0:
             assert dropout_seed is not None
             shape = (*self.lead, case.lq, case.lk)
-            drawn = reference.dropout_keep(dropout_seed, p, shape).reshape(self.p.shape)
-            self.keep = drawn * (1 / (1 - p) if p < 1 else 0.0)
+            if case.place:
+                drawn = reference.dropout_keep(dropout_seed, p, (case.place + 1, *shape))[case.place]
+            else:
+                drawn = reference.dropout_keep(dropout_seed, p, shape)
+            drawn = drawn.reshape(self.p.shape)
+            self.keep = drawn.double() * (1 / (1 - p) if p < 1 else 0.0)
             self.w = self.p * self.keep
         # Errors
         size = _finite(self.query).abs() @ _finite(self.key).abs().mT * abs(self.scale)

@@ -26,6 +26,7 @@ def run(case: Case, tensors: dict[str, Tensor], subject: str, dtype: torch.dtype
     wanted = [n for n in case.differentiable() if n in case.wanted] if case.incoming else []
     for name in wanted:
         inputs[name] = inputs[name].detach().requires_grad_()
+    leaves = dict(inputs)
     more: dict[str, Any] = case.keywords()
     seed = dropout_seed(case)
     if subject == "reference":
@@ -38,8 +39,12 @@ def run(case: Case, tensors: dict[str, Tensor], subject: str, dtype: torch.dtype
     else:
         function = getattr(attn_ext, case.op)
         torch.manual_seed(case.seed)
+    if subject == "reference" and seed is not None and case.place:
+        inputs["query"] = inputs["query"].expand(case.place + 1, *inputs["query"].shape)
     outputs = function(**inputs, **more)
     outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+    if subject == "reference" and seed is not None and case.place:
+        outputs = tuple(t[case.place] for t in outputs)
     results = dict(zip(case.output_shapes(), outputs, strict=True))
     if wanted:
         used = [n for n in case.incoming if results[n].requires_grad]  # the reference's lse needs no value
@@ -47,6 +52,6 @@ def run(case: Case, tensors: dict[str, Tensor], subject: str, dtype: torch.dtype
         given = [tensors[f"grad_{n}"].to(results[n].dtype) for n in used]
         if not used:
             return results | {f"grad.{n}": torch.zeros_like(inputs[n]) for n in wanted}
-        grads = torch.autograd.grad(through, [inputs[n] for n in wanted], given, materialize_grads=True)
+        grads = torch.autograd.grad(through, [leaves[n] for n in wanted], given, materialize_grads=True)
         results |= {f"grad.{n}": g for n, g in zip(wanted, grads, strict=True)}
     return {n: t.detach() for n, t in results.items()}

@@ -1,0 +1,183 @@
+"""Packed sequences: each held against the oracle's call of that sequence alone, and against its bits.
+
+``fuzz.py --packed`` draws the cases. Rows that belong to no sequence have to give 0 (lse: -inf), whatever
+they hold; outputs and gradients of a sequence are those of the formulas, and to the last bit those of
+``sdpa_with_lse`` of its rows.
+"""
+
+import math
+import traceback
+
+import torch
+from cases import DTYPES, Case
+from check import Mismatch, compare
+from oracle import Expected, expected
+from packed_cases import PackedCase
+from subjects import Results, run
+from torch import Tensor
+
+import attn_ext
+from attn_ext import reference
+
+ROW_DIM = {"lse": 1}  # of results; 0 of all others
+
+
+def _seed(case: PackedCase) -> Tensor | None:
+    if not dict(case.options).get("dropout_p"):
+        return None
+    torch.manual_seed(case.seed)
+    return torch.randint(2**63 - 1, ())
+
+
+def run_packed(case: PackedCase, tensors: dict[str, Tensor], subject: str) -> Results:
+    """Outputs and gradients by name."""
+    inputs = {n: t for n, t in tensors.items() if not n.startswith("grad_")}
+    wanted = case.differentiated()
+    for name in wanted:
+        inputs[name] = inputs[name].detach().requires_grad_()
+    more, seed = case.keywords(), _seed(case)
+    if subject == "reference":
+        function = reference.sdpa_packed_with_lse
+        if case.d == 0:
+            more.setdefault("scale", 1.0)
+        if seed is not None:
+            more["dropout_seed"] = seed
+    else:
+        function = attn_ext.sdpa_packed_with_lse
+        torch.manual_seed(case.seed)
+    results = dict(zip(("output", "lse"), function(**inputs, **more), strict=True))
+    used = [n for n in case.incoming if results[n].requires_grad]
+    if wanted and used:
+        given = [tensors[f"grad_{n}"].to(results[n].dtype) for n in used]
+        leaves = [inputs[n] for n in wanted]
+        grads = torch.autograd.grad([results[n] for n in used], leaves, given, materialize_grads=True)
+        results |= {f"grad.{n}": g for n, g in zip(wanted, grads, strict=True)}
+    return {n: t.detach() for n, t in results.items()}
+
+
+def _of_sequence(tensors: dict[str, Tensor], rows: slice, keys: slice) -> dict[str, Tensor]:
+    """What belongs to a sequence, heads first."""
+    found = {}
+    for name, t in tensors.items():
+        kind = name.removeprefix("grad_").removeprefix("grad.")
+        if kind == "lse":
+            found[name] = t[:, rows]
+        elif kind in ("query", "output"):
+            found[name] = t[rows].transpose(0, 1)
+        elif kind in ("key", "value"):
+            found[name] = t[keys].transpose(0, 1)
+        elif name == "sinks":
+            found[name] = t
+    return found
+
+
+def _alone(case: PackedCase, number: int) -> Case:
+    """The call of one sequence."""
+    rows, keys, offset = case.sequences[number]
+    return Case(
+        op="sdpa_with_lse", dtype=case.dtype, heads=case.heads, group=case.group, gqa=case.gqa,
+        lq=rows.stop - rows.start, lk=keys.stop - keys.start, d=case.d, dv=case.dv,
+        ones=("key.h", "value.h") if case.one_key_head else (), sinks=case.sinks,
+        options=(*case.options, ("query_offset", offset)), incoming=case.incoming, wanted=case.wanted,
+        place=number, threads=case.threads, seed=case.seed,
+    )  # fmt: skip
+
+
+def _outside(case: PackedCase, results: Results) -> tuple[str, str, str] | None:
+    """Rows of nobody."""
+    for name, t in results.items():
+        if name == "grad.sinks":
+            continue
+        side = 1 if name in ("grad.key", "grad.value") else 0
+        dim = ROW_DIM.get(name, 0)
+        inside = torch.zeros(t.shape[dim], dtype=torch.bool)
+        for sequence in case.sequences:
+            inside[sequence[side]] = True
+        left = t.index_select(dim, (~inside).nonzero().flatten())
+        if not bool((left == (-math.inf if name == "lse" else 0)).all()):
+            return name, "outside", f"rows of no sequence hold {left.flatten()[:8].tolist()}"
+    return None
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def check_packed(case: PackedCase, subject: str, strict: bool = False) -> Mismatch | None:
+    """The first mismatch of a case, None where all is well."""
+    tensors = case.build()
+    torch.set_num_threads(case.threads)
+    try:
+        results = run_packed(case, tensors, subject)
+        found = _differs(case, tensors, results, subject, strict)
+    except Exception:
+        found = "", "exception", traceback.format_exc(limit=-3)
+    finally:
+        torch.set_num_threads(1)
+    return Mismatch(case, *found) if found else None
+
+
+def _differs(
+    case: PackedCase, tensors: dict[str, Tensor], results: Results, subject: str, strict: bool
+) -> tuple[str, str, str] | None:
+    shapes = case.shapes()
+    shapes["output"], shapes["lse"] = shapes["grad_output"], shapes["grad_lse"]
+    for name, t in results.items():
+        shape = shapes.get(name.removeprefix("grad."), t.shape)
+        if t.shape != shape:
+            return name, "shape", f"{tuple(t.shape)}, expected {shape}"
+    found = _outside(case, results)
+    if found:
+        return found
+    of_sinks: list[Expected] = []
+    seed = _seed(case)
+    for number, (rows, keys, _) in enumerate(case.sequences):
+        alone, own = _alone(case, number), _of_sequence(tensors, rows, keys)
+        actual = _of_sequence(results, rows, keys)
+        if subject == "reference":
+            actual = {n: t.to(own.get(n.replace(".", "_"), t).dtype) for n, t in actual.items()}
+            actual = {n: t.to(_dtype(case, n)) for n, t in actual.items()}
+        for name, wanted in expected(alone, own, seed).items():
+            if name == "grad.sinks":
+                of_sinks.append(wanted)
+            elif name in results or not name.startswith("grad."):
+                differs = compare(alone, own, name, actual.get(name), wanted, strict)
+                if differs:
+                    return name, differs[0], f"sequence {number}: {differs[1]}"
+        found = None if subject == "reference" else _bits(alone, own, actual, number)
+        if found:
+            return found
+    return _sinks_differ(results, of_sinks)
+
+
+def _dtype(case: PackedCase, name: str) -> torch.dtype:
+    return torch.promote_types(DTYPES[case.dtype], torch.float32) if name == "lse" else DTYPES[case.dtype]
+
+
+def _bits(alone: Case, own: dict[str, Tensor], actual: Results, number: int) -> tuple[str, str, str] | None:
+    """A call of its own draws for batch 0; ATen's products promise no bits."""
+    if attn_ext.cpu_capability() == "aten" or ("dropout_p" in dict(alone.options) and number > 0):
+        return None
+    for name, bits in run(alone, own, "attn_ext").items():
+        if name in actual and name != "grad.sinks" and not _same_bits(actual[name], bits):
+            off = (actual[name].double() - bits.double()).abs().max()
+            return name, "bits", f"sequence {number}: other bits than alone, by up to {float(off):.3g}"
+    return None
+
+
+def _sinks_differ(results: Results, parts: list[Expected]) -> tuple[str, str, str] | None:
+    """The gradient of sinks is the sum over the sequences."""
+    actual = results.get("grad.sinks")
+    if actual is None:
+        return None
+    exact, error = torch.zeros(actual.shape, dtype=torch.float64), torch.zeros(())
+    for part in parts:
+        exact, error = exact + part.exact, error + part.error
+    error = error + exact.abs() * torch.finfo(actual.dtype).eps
+    off = (actual.double() - exact).abs()
+    if bool((~exact.isfinite() | (off <= error)).all()):
+        return None
+    return "grad.sinks", "numbers", f"{actual.tolist()}, expected {exact.tolist()}, allowed {error.tolist()}"
+
+
+__all__ = ["check_packed"]
