@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import BuiltinFunctionType
 from typing import Any, cast
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from ..reference import visible_keys
 from ._call import Call
 
 OPS = {
@@ -33,6 +35,8 @@ OPS = {
     "attn_ext::sdpa_with_weights",
     "attn_ext::sdpa_with_lse",
     "attn_ext::sdpa_with_key_mass",
+    "attn_ext::sdpa_packed",
+    "attn_ext::sdpa_packed_with_lse",
     "attn_ext::_sdpa_forward",
     "aten::scaled_dot_product_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
@@ -99,7 +103,36 @@ def call_of(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """The call from the arguments of an op, whose schema names them as :class:`Call` does."""
     names = [argument.name for argument in schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
-    return Call(**{name: value for name, value in given.items() if name in _CALL_FIELDS})
+    if "cu_seqlens_q" in given:
+        given |= _heads_first(given)
+    call = Call(**{name: value for name, value in given.items() if name in _CALL_FIELDS})
+    sequences = given.get("sequences")
+    return call if sequences is None else _masked(call, sequences)
+
+
+def _heads_first(given: dict[str, Any]) -> dict[str, Any]:
+    """What the internal op is called with for a packed one."""
+    tensors = {name: given[name].transpose(0, 1) for name in ("query", "key", "value")}
+    lengths = [given.get(name) for name in ("cu_seqlens_k", "seqlens_q", "seqlens_k", "query_offsets")]
+    rows = (tensors["query"].shape[1], tensors["key"].shape[1])
+    return {
+        **tensors,
+        "sequences": torch.ops.attn_ext._packed_sequences(given["cu_seqlens_q"], *lengths, *rows),
+    }
+
+
+def _masked(call: Call, sequences: Tensor) -> Call:
+    """Packed sequences as one, in which a mask says who sees whom."""
+    mask = torch.zeros(call.num_rows, call.num_keys, dtype=torch.bool, device=call.query.device)
+    rule: dict[str, Any] = {
+        "is_causal": call.is_causal,
+        "window_left": call.window_left,
+        "window_right": call.window_right,
+    }
+    for row, rows, key, keys, offset in sequences.tolist():
+        visible = visible_keys(rows, keys, query_offset=offset, device=mask.device, **rule)
+        mask[row : row + rows, key : key + keys] = visible
+    return replace(call, attn_mask=mask, is_causal=False, window_left=None, window_right=None)
 
 
 # The functions put in place.
