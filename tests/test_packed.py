@@ -341,3 +341,19 @@ def test_shapes_that_do_not_fit_are_refused():
         attn_ext.sdpa_packed(torch.randn(4, 4, 2), torch.randn(4, 2, 2), torch.randn(4, 2, 2), ends)
     with pytest.raises(RuntimeError, match="value to have the length of key"):
         attn_ext.sdpa_packed(torch.randn(4, 1, 2), torch.randn(4, 1, 2), torch.randn(5, 1, 2), ends)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "cu_seqlens_q", "seqlens_k"])
+def test_freed_memory_is_refused(name):
+    (query, key, value), sides = packed([(3, 3), (5, 5)], heads=(2, 2))
+    options = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "cu_seqlens_q": sides[0],
+        "seqlens_k": torch.tensor([3, 5]),
+    }
+    options[name] = options[name].clone()
+    options[name].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=f"storage of {name} .* was its memory freed"):
+        attn_ext.sdpa_packed(**options)

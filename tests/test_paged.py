@@ -458,3 +458,48 @@ def test_bad_writes_change_nothing(changes, message):
     with pytest.raises(RuntimeError, match=message):
         attn_ext.cache_write_(**options)
     assert not options["value_pages"].any()
+
+
+def freed(tensor: Tensor) -> Tensor:
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    "name", ["key_pages", "value_pages", "block_table", "seqlens_k", "query", "key_scale"]
+)
+def test_freed_memory_is_refused(name):
+    changes = {
+        "key_pages": torch.randn(3, 4, 2, 8),
+        "value_pages": torch.randn(3, 4, 2, 6),
+        "block_table": torch.tensor([[0, 1], [2, -1]]),
+        "seqlens_k": torch.tensor([7, 4]),
+        "query": torch.randn(2, 4, 8),
+        "key_scale": torch.ones(2),
+    }
+    with pytest.raises(RuntimeError, match="was its memory freed"):
+        call(**{name: freed(changes[name])})
+
+
+@pytest.mark.parametrize("name", ["key", "value", "slot_mapping", "key_pages"])
+def test_freed_memory_is_not_written(name):
+    options = {
+        "key_pages": torch.zeros(3, 4, 2, 8),
+        "value_pages": torch.zeros(3, 4, 2, 6),
+        "key": torch.randn(2, 2, 8),
+        "value": torch.randn(2, 2, 6),
+        "slot_mapping": torch.tensor([0, 5]),
+    }
+    freed(options[name])
+    with pytest.raises(RuntimeError, match="was its memory freed"):
+        attn_ext.cache_write_(**options)
+
+
+def test_a_scale_of_zero_stores_zero(device):
+    for stored in STORED:
+        pages = torch.ones(1, 2, 1, 4, device=device).to(stored)
+        key = torch.zeros(1, 1, 4, device=device)
+        scale = torch.zeros(1, device=device)
+        slots = torch.tensor([1], device=device)
+        attn_ext.cache_write_(pages, pages.clone(), key, key, slots, scale, scale)
+        assert not pages[0, 1].float().any()

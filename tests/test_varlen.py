@@ -151,6 +151,21 @@ def test_it_is_the_op_bit_by_bit(dtype):
 
 
 @by_dtype
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 0)])
+def test_a_block_table_names_the_pages_of_the_keys(window, dtype):
+    pages = torch.randn(2, 5, 4, 2, 16).to(dtype)
+    table = torch.tensor([[3, 0, -1], [1, 4, 2]], dtype=torch.int32)
+    lengths, ends = torch.tensor([6, 11], dtype=torch.int32), starts([1, 7])
+    query = torch.randn(8, 4, 16).to(dtype)
+    options = {"seqused_k": lengths, "block_table": table, "window_size": window, "enable_gqa": True}
+    output, lse = module.varlen_attn(query, *pages, ends, None, 7, 11, return_aux=LSE, **options)
+    bounds = {"window_left": window[0] if window[0] >= 0 else None, "is_causal": window[1] == 0}
+    expected = attn_ext.sdpa_paged_with_lse(query, *pages, table, lengths, ends, enable_gqa=True, **bounds)
+    assert torch.equal(output, expected[0])
+    assert torch.equal(lse, expected[1].float())
+
+
+@by_dtype
 def test_into_a_tensor_that_is_given(dtype):
     tensors, sides = packed(LENGTHS["cross"], dtype)
     expected, expected_lse = module.varlen_attn(*tensors, *sides, return_aux=LSE, window_size=(4, 0))
@@ -280,12 +295,12 @@ class TestRefusing:
         tensors, sides = packed([(3, 3), (2, 2)])
         return lambda **options: module.varlen_attn(*tensors, *sides, **options)
 
-    def test_a_block_table(self):
-        query, pages = torch.randn(2, 2, 8), torch.randn(3, 4, 2, 8)
-        ends = starts([1, 1])
-        table, used = torch.tensor([[0, 1], [2, -1]], dtype=torch.int32), torch.tensor([6, 3])
-        with pytest.raises(NotImplementedError, match="expected no block_table in varlen_attn on the CPU"):
-            module.varlen_attn(query, pages, pages, ends, None, 1, 6, seqused_k=used, block_table=table)
+    def test_a_block_table_without_lengths(self):
+        query, pages, table = torch.randn(2, 2, 8), torch.randn(3, 4, 2, 8), torch.tensor([[0, 1], [2, -1]])
+        with pytest.raises(
+            RuntimeError, match="expected seqused_k with block_table in varlen_attn on the CPU"
+        ):
+            module.varlen_attn(query, pages, pages, starts([1, 1]), None, 1, 6, block_table=table.int())
 
     def test_keys_without_their_lengths(self):
         (query, key, value), sides = packed([(3, 3), (2, 2)])

@@ -19,8 +19,8 @@ What to know: causality and windows are aligned with the end of a sequence's key
 row that sees no key gives 0, and its log-sum-exp is -inf, where CUDA's is inf. The log-sum-exp is float32
 for every dtype, as PyTorch declares it. A sequence's bits are the same in every batch, so ``num_splits`` has
 nothing to choose, and ``max_q`` and ``max_k`` are not needed. PyTorch's function gives no gradient of the
-log-sum-exp and no second derivative; :func:`attn_ext.sdpa_packed_with_lse` has both. ``block_table`` is
-refused.
+log-sum-exp and no second derivative; :func:`attn_ext.sdpa_packed_with_lse` has both. Pages of a
+cache, ``block_table`` with ``seqused_k``, go to :func:`attn_ext.sdpa_paged`.
 """
 
 import threading
@@ -234,33 +234,38 @@ def _output_and_lse(
     num_splits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output (Tq, Hq, D) and lse (Hq, Tq), laid out in memory and in the dtypes that PyTorch declares."""
-    if block_table is not None:  # the place for attention to pages
-        raise NotImplementedError(
-            "attn_ext: expected no block_table in varlen_attn on the CPU: pass the keys of each sequence one "
-            "after the other, with cu_seq_k"
-        )
     _refuse(alibi_slopes=alibi_slopes)
-    for name, starts in (("cu_seq_q", cum_seq_q), ("cu_seq_k", cum_seq_k)):
+    ends = ("cu_seq_k", cum_seq_k) if block_table is None else ("seqused_k with block_table", seqused_k)
+    for name, starts in (("cu_seq_q", cum_seq_q), ends):
         if starts is None:
             raise RuntimeError(f"attn_ext: expected {name} in varlen_attn on the CPU, but got None")
+    assert cum_seq_q is not None
     if value.shape[-1] != query.shape[-1]:  # PyTorch declares the output to be as the query
         raise RuntimeError(
             f"attn_ext: expected query and value of one head dim in varlen_attn, but got "
             f"{query.shape[-1]} and {value.shape[-1]}: attn_ext.sdpa_packed takes them"
         )
-    output, lse = functional.sdpa_packed_with_lse(
-        query,
-        key,
-        value,
-        cum_seq_q,  # type: ignore[arg-type]
-        cum_seq_k,
-        is_causal=is_causal,
-        seqlens_k=seqused_k,
-        scale=scale,
-        enable_gqa=True,
-        window_left=_bound(window_size_left),
-        window_right=_bound(window_size_right),
-    )
+    options: dict[str, Any] = {
+        "is_causal": is_causal,
+        "scale": scale,
+        "enable_gqa": True,
+        "window_left": _bound(window_size_left),
+        "window_right": _bound(window_size_right),
+    }
+    if block_table is None:
+        output, lse = functional.sdpa_packed_with_lse(
+            query, key, value, cum_seq_q, cum_seq_k, seqlens_k=seqused_k, **options
+        )
+    else:
+        output, lse = functional.sdpa_paged_with_lse(
+            query,
+            key,
+            value,
+            block_table,
+            seqused_k,  # type: ignore[arg-type]
+            cum_seq_q,
+            **options,
+        )
     return _laid_out_like(output, query), lse.float()
 
 

@@ -2,6 +2,7 @@
 
 #include <torch/library.h>
 
+#include "../checks.h"
 #include "../sequences.h"
 #include "sdpa_composite.h"
 
@@ -12,6 +13,7 @@ namespace {
 at::Tensor heads_first(const at::Tensor& tensor, const char* name, const char* shape) {
   TORCH_CHECK(tensor.dim() == 3, "attn_ext: expected ", name, " to have 3 dimensions ", shape,
               ", but got shape ", tensor.sym_sizes());
+  check_storage(tensor, name);
   return tensor.transpose(0, 1);
 }
 

@@ -31,6 +31,7 @@ void check_integers(const at::Tensor& tensor, const char* name, int64_t dims, co
               name, " of dtype Int or Long, but got ", tensor.scalar_type());
   TORCH_CHECK(tensor.dim() == dims, "attn_ext: expected ", name, " of shape ", shape, ", but got shape ",
               tensor.sym_sizes());
+  check_storage(tensor, name);
 }
 
 void check_tables(const PagedCall& call) {
@@ -128,6 +129,7 @@ SdpaArgs check_paged(const PagedCall& call) {
   TORCH_CHECK(call.query.dim() == 3,
               "attn_ext: expected query to have 3 dimensions (query rows, heads, head dim), but got shape ",
               call.query.sym_sizes());
+  check_storage(call.query, "query");
   const auto dtype = call.query.scalar_type();
   check_pages(call.key_pages, "key_pages", "query", dtype);
   check_pages(call.value_pages, "value_pages", "query", dtype);

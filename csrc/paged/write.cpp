@@ -9,6 +9,7 @@
 
 #include <cstring>
 
+#include "../checks.h"
 #include "../integers.h"
 #include "call.h"
 
@@ -40,6 +41,7 @@ void check_rows(const at::Tensor& rows, const char* name, const at::Tensor& page
       pages_name, " (", pages.sym_sizes(), "), but got shape ", rows.sym_sizes());
   TORCH_CHECK(rows.device() == pages.device(), "attn_ext: expected ", name, " on the device of ", pages_name,
               " (", pages.device(), "), but got ", rows.device());
+  check_storage(rows, name);
 }
 
 void check_write(const WriteCall& call) {
@@ -54,6 +56,7 @@ void check_write(const WriteCall& call) {
   TORCH_CHECK((slots.scalar_type() == at::kInt || slots.scalar_type() == at::kLong) && slots.dim() == 1,
               "attn_ext: expected slot_mapping of dtype Int or Long and shape (rows,), but got ",
               slots.scalar_type(), " of shape ", slots.sym_sizes());
+  check_storage(slots, "slot_mapping");
   TORCH_CHECK(call.key.sym_size(0) == slots.sym_size(0) && call.value.sym_size(0) == slots.sym_size(0),
               "attn_ext: expected key and value to have a row for each of the ", slots.sym_size(0),
               " slots of slot_mapping, but got ", call.key.sym_size(0), " and ", call.value.sym_size(0));
@@ -66,7 +69,7 @@ at::Tensor as_stored(const at::Tensor& rows, const at::Tensor& factors, at::Scal
   }
   at::Tensor numbers = rows.to(rows.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
   if (factors.defined()) {
-    numbers = numbers / factors;
+    numbers = (numbers / factors).masked_fill(factors == 0, 0);  // which only rows of zeros have
   }
   if (stored == at::kChar) {
     numbers = numbers.nan_to_num(0).round().clamp(-127, 127);
@@ -84,20 +87,26 @@ at::Tensor factors_of(const at::Tensor& scale, const at::Tensor& page, const at:
   return scale.dim() == 4 ? scale.index({page, row}) : scale_of_pages(scale).flatten(0, 1);
 }
 
-/// On any device. A slot of -1 is not written.
-void write_aten(const WriteCall& call) {
-  check_write(call);
+/// Whether a row is not to be written: its slot is -1.
+bool check_slots(const WriteCall& call, const Integers& slots) {
   at::assert_no_internal_overlap(call.key_pages);
   at::assert_no_internal_overlap(call.value_pages);
-  const int64_t page_rows = call.key_pages.size(1), slots = call.key_pages.size(0) * page_rows;
-  const at::Tensor mapping = call.slot_mapping.to(at::kLong);
-  const Integers numbers(mapping);
+  const int64_t count = call.key_pages.size(0) * call.key_pages.size(1);
   bool skips = false;
-  for (int64_t i = 0; i < mapping.size(0); ++i) {
-    TORCH_CHECK(numbers[i] >= -1 && numbers[i] < slots, "attn_ext: expected slots below the ", slots,
-                " of the cache, or -1 for a row that is not written, but got ", numbers[i], " at place ", i);
-    skips = skips || numbers[i] < 0;
+  for (int64_t i = 0; i < call.slot_mapping.size(0); ++i) {
+    TORCH_CHECK(slots[i] >= -1 && slots[i] < count, "attn_ext: expected slots below the ", count,
+                " of the cache, or -1 for a row that is not written, but got ", slots[i], " at place ", i);
+    skips = skips || slots[i] < 0;
   }
+  return skips;
+}
+
+/// On any device.
+void write_aten(const WriteCall& call) {
+  check_write(call);
+  const bool skips = check_slots(call, Integers(call.slot_mapping));
+  const int64_t page_rows = call.key_pages.size(1);
+  const at::Tensor mapping = call.slot_mapping.to(at::kLong);
   const auto written = skips ? (mapping >= 0).nonzero().squeeze(1) : at::Tensor();
   const auto kept = [&](const at::Tensor& rows) { return skips ? rows.index_select(0, written) : rows; };
   const at::Tensor places = kept(mapping);
@@ -110,6 +119,40 @@ void write_aten(const WriteCall& call) {
   at::Tensor key_pages = call.key_pages, value_pages = call.value_pages;
   key_pages.index_put_({page, row}, key);
   value_pages.index_put_({page, row}, value);
+}
+
+/// Row by row; `rows` are of the dtype of `pages`.
+void copy_rows(const at::Tensor& pages, const at::Tensor& rows, const Integers& slots) {
+  const at::Tensor from = rows.stride(2) == 1 || rows.size(2) <= 1 ? rows : rows.contiguous();
+  const auto bytes = static_cast<int64_t>(pages.element_size());
+  char* to_data = static_cast<char*>(pages.mutable_data_ptr());
+  const char* from_data = static_cast<const char*>(from.const_data_ptr());
+  const int64_t page_rows = pages.size(1), heads = pages.size(2), width = pages.size(3) * bytes;
+  for (int64_t t = 0; t < rows.size(0); ++t) {
+    if (slots[t] < 0) {
+      continue;
+    }
+    const int64_t page = slots[t] / page_rows, row = slots[t] % page_rows;
+    char* to = to_data + (page * pages.stride(0) + row * pages.stride(1)) * bytes;
+    for (int64_t h = 0; h < heads; ++h) {
+      std::memmove(to + h * pages.stride(2) * bytes,
+                   from_data + (t * from.stride(0) + h * from.stride(1)) * bytes, static_cast<size_t>(width));
+    }
+  }
+}
+
+void write_cpu(const WriteCall& call) {
+  const auto stored = call.key_pages.scalar_type();
+  const bool as_they_are = call.key.scalar_type() == stored && call.value.scalar_type() == stored &&
+                           !call.key_scale.defined() && !call.value_scale.defined();
+  if (!as_they_are) {
+    return write_aten(call);
+  }
+  check_write(call);
+  const Integers slots(call.slot_mapping);
+  check_slots(call, slots);
+  copy_rows(call.key_pages, call.key, slots);
+  copy_rows(call.value_pages, call.value, slots);
 }
 
 /// Autograd counts who writes to a tensor that others may have saved.
@@ -127,6 +170,9 @@ void write_counted(const WriteCall& call) {
 
 TORCH_LIBRARY_IMPL(attn_ext, ADInplaceOrView, m) {
   m.impl("cache_write_", TORCH_FN((Unboxed<WriteCall>::kernel<&write_counted>)));
+}
+TORCH_LIBRARY_IMPL(attn_ext, CPU, m) {
+  m.impl("cache_write_", TORCH_FN((Unboxed<WriteCall>::kernel<&write_cpu>)));
 }
 TORCH_LIBRARY_IMPL(attn_ext, Meta, m) {
   m.impl("cache_write_", TORCH_FN((Unboxed<WriteCall>::kernel<&check_write>)));

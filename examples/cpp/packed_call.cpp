@@ -1,5 +1,5 @@
-// Attends to sequences of different lengths that lie one after the other, and to keys in two parts, and checks
-// each sequence against a call of its own.
+// Attends to sequences of different lengths that lie one after the other, and to keys in two parts, and
+// checks each sequence against a call of its own.
 #include <attn_ext/attn_ext.h>
 #include <torch/torch.h>
 
@@ -34,8 +34,8 @@ int main() {
   const auto [output, lse] = attn_ext::sdpa_packed_with_lse(query, key, value, starts, {.is_causal = true});
   const at::Tensor grad_query = torch::autograd::grad({output.square().sum()}, {query}).front();
 
-  bool right = check("sdpa_packed", attn_ext::sdpa_packed(query, key, value, starts, {.is_causal = true}),
-                     output, 0);
+  bool right =
+      check("sdpa_packed", attn_ext::sdpa_packed(query, key, value, starts, {.is_causal = true}), output, 0);
   for (size_t i = 0; i + 1 < begins.size(); ++i) {
     const auto rows = [&](const at::Tensor& packed) { return rows_of(packed, begins[i], begins[i + 1]); };
     const at::Tensor own = rows(query).detach().requires_grad_();
