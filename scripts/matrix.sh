@@ -4,7 +4,7 @@
 # torch cannot be had is written down as such, and so is one that takes too long; neither stops the others.
 #
 #   bash scripts/matrix.sh [PATTERN]   only the rows whose names match the extended regular expression; the others
-#                                      are listed as not run
+#                                      stay as they were written last
 #   KERNEL_SETS    of the instruction sets, those of the kernel tests; default: all
 #   ROW_SECONDS    how long a row may take; default: 3600
 #   TORCHES        versions of torch; default: 2.11.0 2.12.0 2.13.0 2.14.0
@@ -14,12 +14,18 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 pattern="${1:-.}"
 limit="${ROW_SECONDS:-3600}"
 table="$root/docs/matrix.md"
+before="$(cat "$table" 2>/dev/null || true)"
 logs="$root/build/matrix"
 mkdir -p "$logs"
 export ATTN_EXT_WERROR=ON
 
 write() {
-  printf '| %s | %s | %s |\n' "$@" | tee -a "$table"
+  printf '| %s | %s | %s | %s |\n' "$@" "$(date +%F)" | tee -a "$table"
+}
+
+# What a row that is left out said last, instruction sets and all.
+write_as_before() {
+  grep -F "| $1 |" <<<"$before" >>"$table" || printf '| %s | - | not run | |\n' "$1" >>"$table"
 }
 
 # row NAME VERSION COMMAND...: runs it and writes down how it ended.
@@ -27,7 +33,7 @@ row() {
   local name="$1" version="$2" start=$SECONDS code=0 result
   shift 2
   if ! grep -qE "$pattern" <<<"$name"; then
-    write "$name" "$version" "not run"
+    write_as_before "$name"
     return
   fi
   timeout "$limit" "$@" >"$logs/${name//[^A-Za-z0-9.+-]/_}.log" 2>&1 || code=$?
@@ -47,14 +53,14 @@ kernels() {
     write "$name" "-" "no such compiler here"
     return
   fi
-  row "$name" "$("$compiler" --version | head -1)" env CXX="$compiler" "$@" "$root/scripts/kernel_tests.sh" "$sanitizer"
+  row "$name" "$("$compiler" --version | head -1), ${KERNEL_SETS:-all sets}" env CXX="$compiler" "$@" "$root/scripts/kernel_tests.sh" "$sanitizer"
 }
 
 # In an environment of its own, with a CPU build of torch: one that asks for CUDA's libraries is left alone.
 with_torch() {
   local version="$1" venv="$logs/torch-$1" wanted name="package, torch $1"
   if ! grep -qE "$pattern" <<<"$name"; then
-    write "$name" "-" "not run"
+    write_as_before "$name"
     return
   fi
   python3 -m venv "$venv"
@@ -81,11 +87,11 @@ print(wheel["metadata"]["version"], *[r for r in wheel["metadata"].get("requires
 cat >"$table" <<EOF
 # Compilers, sanitizers and versions of torch
 
-Written by \`scripts/matrix.sh\` on $(date +%F), on $(uname -m), $(. /etc/os-release && echo "$PRETTY_NAME"), glibc $(getconf GNU_LIBC_VERSION | cut -d' ' -f2).
-Kernel tests on the instruction sets: ${KERNEL_SETS:-all}; warnings are errors. "not run" says what it says.
+Written by \`scripts/matrix.sh\` on $(uname -m), $(. /etc/os-release && echo "$PRETTY_NAME"), glibc $(getconf GNU_LIBC_VERSION | cut -d' ' -f2), each row on its own
+day. The kernel tests name the instruction sets that they ran; warnings are errors. "not run" says what it says.
 
-| what | version | result |
-|---|---|---|
+| what | version | result | when |
+|---|---|---|---|
 EOF
 
 for compiler in g++ g++-11 clang++-14 clang++-15 clang++-16 clang++-19; do
