@@ -1,4 +1,4 @@
-"""Packed calls on this process's instruction set against the reference, forward and backward: a few seconds.
+"""Packed and paged calls on this process's instruction set against the reference: a few seconds.
 
     ATTN_EXT_CPU_CAPABILITY=avx2 python tests/tools/packed_check.py
 
@@ -45,8 +45,19 @@ def results(
     return [t.detach().double() for t in (output, lse, *torch.autograd.grad((output, lse), used, along))]
 
 
-def main() -> None:
-    """Every option in every dtype."""
+def check(actual: Tensor, expected: Tensor, dtype: torch.dtype, where: Any) -> None:
+    largest = max([0.0, *expected[expected.isfinite()].abs().flatten().tolist()])
+    torch.testing.assert_close(
+        actual.double(),
+        expected,
+        rtol=0,
+        atol=TOLERANCE[dtype] * (1 + largest),
+        msg=lambda m: f"{where}: {m}",
+    )
+
+
+def check_packed() -> int:
+    """Every option in every dtype, forward and backward."""
     starts = [torch.tensor([0, *side]).cumsum(0).int() for side in zip(*LENGTHS, strict=True)]
     shapes = (
         (int(starts[0][-1]) + 2, 4, 24),
@@ -60,14 +71,43 @@ def main() -> None:
         tensors = [torch.randn(shape).to(dtype) for shape in shapes]
         wide = [t.double() for t in tensors]
         actual = results(attn_ext, tensors, starts, OPTIONS[name])
-        for number, pair in enumerate(
-            zip(actual, results(reference, wide, starts, OPTIONS[name]), strict=True)
+        expected = results(reference, wide, starts, OPTIONS[name])
+        for number, pair in enumerate(zip(actual, expected, strict=True)):
+            check(*pair, dtype, (dtype, name, number))
+    return len(calls)
+
+
+def check_paged() -> int:
+    """Pages of every kind under every dtype; the same pages are read as rows in one piece, bit by bit."""
+    lengths = torch.tensor([keys for _, keys in LENGTHS])
+    starts = torch.tensor([0, *(rows for rows, _ in LENGTHS)]).cumsum(0)
+    calls = list(product(TOLERANCE, (None, torch.int8, torch.float8_e4m3fn), (1, 3, 16)))
+    for dtype, stored, page in calls:
+        torch.manual_seed(0)
+        used = (lengths + page - 1) // page
+        order, table = torch.randperm(int(used.sum())), torch.full((len(LENGTHS), int(used.max())), -1)
+        for row, pages in zip(table, order.split(used.tolist()), strict=True):
+            row[: len(pages)] = pages
+        caches = [(3 * torch.randn(len(order), page, 2, dim)).to(stored or dtype) for dim in (24, 17)]
+        scales = {} if stored is None else {"key_scale": torch.rand(2), "value_scale": torch.rand(2)}
+        query = torch.randn(int(starts[-1]), 4, 24).to(dtype)
+        arguments = (query, *caches, table, lengths, starts)
+        actual = attn_ext.sdpa_paged_with_lse(*arguments, enable_gqa=True, **scales)
+        for pair in zip(
+            actual, reference.sdpa_paged_with_lse(*arguments, enable_gqa=True, **scales), strict=True
         ):
-            bound = TOLERANCE[dtype] * (1 + float(pair[1][pair[1].isfinite()].abs().max()))
-            torch.testing.assert_close(
-                *pair, rtol=0, atol=bound, msg=lambda m, at=(dtype, name, number): f"{at}: {m}"
-            )
-    print(f"{attn_ext.cpu_capability()}: {len(calls)} calls agree")
+            check(*pair, dtype, (dtype, stored, page))
+        if stored is None:
+            key, value = (torch.cat(reference.gather_pages(c, table, lengths)).to(dtype) for c in caches)
+            ends = torch.tensor([0, *lengths.tolist()]).cumsum(0)
+            dense = attn_ext.sdpa_packed_with_lse(query, key, value, starts, ends, 0.0, True, enable_gqa=True)
+            assert all(map(torch.equal, actual, dense)), (dtype, page)
+    return len(calls)
+
+
+def main() -> None:
+    """All of both."""
+    print(f"{attn_ext.cpu_capability()}: {check_packed()} packed and {check_paged()} paged calls agree")
 
 
 if __name__ == "__main__":
