@@ -5,27 +5,14 @@
 #include <ATen/ops/stack.h>
 #include <torch/library.h>
 
+#include <cstring>
+
 #include "checks.h"
 #include "integers.h"
 
 namespace attn_ext {
 
 namespace {
-
-/// The arguments that a table is made of, by the names that the caller knows.
-struct PackedLengths {
-  at::Tensor cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k, query_offsets;
-  c10::SymInt query_rows, key_rows;
-
-  template <class Lengths>
-  static auto fields_of(Lengths& l) {
-    return fields(l.cu_seqlens_q, or_none(l.cu_seqlens_k), or_none(l.seqlens_q), or_none(l.seqlens_k),
-                  or_none(l.query_offsets), l.query_rows, l.key_rows);
-  }
-
-  auto arguments() { return fields_of(*this); }
-  auto arguments() const { return fields_of(*this); }
-};
 
 void check_integers(const at::Tensor& tensor, const char* name, const c10::SymInt& size, const char* meaning,
                     const at::Tensor& first) {
@@ -110,23 +97,12 @@ at::Tensor key_starts(const PackedLengths& lengths) {
 }
 
 at::Tensor table_cpu(const PackedLengths& lengths) {
-  const int64_t count = check_lengths(lengths).guard_int(__FILE__, __LINE__);
-  const Side query = side_of(lengths.cu_seqlens_q, lengths.seqlens_q, true, lengths.query_rows);
-  const Side key = side_of(key_starts(lengths), lengths.seqlens_k, false, lengths.key_rows);
-  query.check_end(count);
-  key.check_end(count);
-  std::optional<Integers> offsets;
-  if (lengths.query_offsets.defined()) {
-    offsets.emplace(lengths.query_offsets);
-  }
-  const at::Tensor table = at::empty({count, kSequenceFields}, at::TensorOptions(at::kLong));
-  auto* row = table.mutable_data_ptr<int64_t>();
-  for (int64_t i = 0; i < count; ++i, row += kSequenceFields) {
-    row[0] = query.begin(i);
-    row[1] = query.length(i);
-    row[2] = key.begin(i);
-    row[3] = key.length(i);
-    row[4] = offsets ? (*offsets)[i] : row[3] - row[1];
+  const std::vector<Sequence> sequences = sequences_of(lengths);
+  static_assert(sizeof(Sequence) == kSequenceFields * sizeof(int64_t));
+  const at::Tensor table =
+      at::empty({static_cast<int64_t>(sequences.size()), kSequenceFields}, at::TensorOptions(at::kLong));
+  if (!sequences.empty()) {
+    std::memcpy(table.mutable_data_ptr(), sequences.data(), sequences.size() * sizeof(Sequence));
   }
   return table;
 }
@@ -153,20 +129,27 @@ at::Tensor table_aten(const PackedLengths& lengths) {
 
 }  // namespace
 
-at::Tensor packed_sequences_cpu(const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
-                                const at::Tensor& seqlens_q, const at::Tensor& seqlens_k,
-                                const at::Tensor& query_offsets, const c10::SymInt& query_rows,
-                                const c10::SymInt& key_rows) {
-  return table_cpu({cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k, query_offsets, query_rows, key_rows});
+std::vector<Sequence> sequences_of(const PackedLengths& lengths) {
+  const int64_t count = check_lengths(lengths).guard_int(__FILE__, __LINE__);
+  const Side query = side_of(lengths.cu_seqlens_q, lengths.seqlens_q, true, lengths.query_rows);
+  const Side key = side_of(key_starts(lengths), lengths.seqlens_k, false, lengths.key_rows);
+  query.check_end(count);
+  key.check_end(count);
+  std::optional<Integers> offsets;
+  if (lengths.query_offsets.defined()) {
+    offsets.emplace(lengths.query_offsets);
+  }
+  std::vector<Sequence> sequences;
+  sequences.reserve(static_cast<size_t>(count));
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t rows = query.length(i), keys = key.length(i);
+    sequences.push_back({query.begin(i), rows, key.begin(i), keys, offsets ? (*offsets)[i] : keys - rows});
+  }
+  return sequences;
 }
 
-at::Tensor packed_sequences(const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
-                            const at::Tensor& seqlens_q, const at::Tensor& seqlens_k,
-                            const at::Tensor& query_offsets, const c10::SymInt& query_rows,
-                            const c10::SymInt& key_rows) {
+at::Tensor packed_sequences(const PackedLengths& lengths) {
   static const auto op = find_op<PackedLengths, at::Tensor>("attn_ext::_packed_sequences");
-  const PackedLengths lengths{cu_seqlens_q,  cu_seqlens_k, seqlens_q, seqlens_k,
-                              query_offsets, query_rows,   key_rows};
   return call_op(op, lengths.arguments());
 }
 

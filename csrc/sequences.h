@@ -25,17 +25,26 @@ std::vector<Sequence> sequences_of(const SdpaArgs& args);
 /// The arguments of a call over one of `count` sequences, `number` among them: views of its rows.
 SdpaArgs one_sequence(const SdpaArgs& args, const Sequence& sequence, int64_t number, int64_t count);
 
-/// The table, through the dispatcher. An absent cu_seqlens_k is cu_seqlens_q; absent lengths reach to the
-/// next sequence; absent offsets align the last query with the last key.
-at::Tensor packed_sequences(const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
-                            const at::Tensor& seqlens_q, const at::Tensor& seqlens_k,
-                            const at::Tensor& query_offsets, const c10::SymInt& query_rows,
-                            const c10::SymInt& key_rows);
+/// What a table is made of, by the names that the caller knows. An absent cu_seqlens_k is cu_seqlens_q;
+/// absent lengths reach to the next sequence; absent offsets align the last query with the last key.
+struct PackedLengths {
+  at::Tensor cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k, query_offsets;
+  c10::SymInt query_rows, key_rows;
 
-/// The same for tensors of the CPU, through no dispatcher.
-at::Tensor packed_sequences_cpu(const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
-                                const at::Tensor& seqlens_q, const at::Tensor& seqlens_k,
-                                const at::Tensor& query_offsets, const c10::SymInt& query_rows,
-                                const c10::SymInt& key_rows);
+  template <class Lengths>
+  static auto fields_of(Lengths& l) {
+    return fields(l.cu_seqlens_q, or_none(l.cu_seqlens_k), or_none(l.seqlens_q), or_none(l.seqlens_k),
+                  or_none(l.query_offsets), l.query_rows, l.key_rows);
+  }
+
+  auto arguments() { return fields_of(*this); }
+  auto arguments() const { return fields_of(*this); }
+};
+
+/// The table, through the dispatcher.
+at::Tensor packed_sequences(const PackedLengths& lengths);
+
+/// Its rows, of tensors of the CPU.
+std::vector<Sequence> sequences_of(const PackedLengths& lengths);
 
 }  // namespace attn_ext

@@ -8,6 +8,7 @@
 
 #include "../composite/sdpa_packed_composite.h"
 #include "../cpu/forward.h"
+#include "../cpu/kernel_choice.h"
 
 namespace attn_ext {
 
@@ -32,16 +33,18 @@ at::Tensor sdpa_cpu(c10::DispatchKeySet keys, const SdpaArgs& args) {
     return sdpa_composite(args);
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return cpu::output_cpu(args);
+  return cpu::output_cpu(args, nullptr);
 }
 
 at::Tensor sdpa_packed_cpu(c10::DispatchKeySet keys, const PackedCall& call) {
-  if (call.dropout_p != 0.0 || !is_plain(keys) ||
+  if (call.dropout_p != 0.0 || cpu::kernels_in_use() == nullptr || !is_plain(keys) ||
       wants_derivatives(call.query, call.key, call.value, call.sinks)) {
     return sdpa_packed_composite(call);
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return cpu::output_cpu(heads_first(call, &packed_sequences_cpu)).transpose(0, 1);
+  const SdpaArgs args = heads_first(call);
+  const std::vector<Sequence> sequences = sequences_of(lengths_of(call));
+  return cpu::output_cpu(args, &sequences).transpose(0, 1);
 }
 
 }  // namespace

@@ -19,7 +19,7 @@ at::Tensor heads_first(const at::Tensor& tensor, const char* name, const char* s
 
 }  // namespace
 
-SdpaArgs heads_first(const PackedCall& packed, MakeTable make_table) {
+SdpaArgs heads_first(const PackedCall& packed) {
   SdpaArgs args;
   args.query = heads_first(packed.query, "query", "(query rows, heads, head dim)");
   args.key = heads_first(packed.key, "key", "(key rows, heads, head dim)");
@@ -32,20 +32,33 @@ SdpaArgs heads_first(const PackedCall& packed, MakeTable make_table) {
   args.window_left = packed.window_left;
   args.window_right = packed.window_right;
   args.softcap = packed.softcap;
-  TORCH_CHECK(packed.cu_seqlens_q.device() == packed.query.device(),
-              "attn_ext: expected cu_seqlens_q on the same device as query (", packed.query.device(),
-              "), but got ", packed.cu_seqlens_q.device());
-  args.sequences = make_table(packed.cu_seqlens_q, packed.cu_seqlens_k, packed.seqlens_q, packed.seqlens_k,
-                              packed.query_offsets, packed.query.sym_size(0), packed.key.sym_size(0));
   return args;
 }
 
+PackedLengths lengths_of(const PackedCall& packed) {
+  TORCH_CHECK(packed.cu_seqlens_q.device() == packed.query.device(),
+              "attn_ext: expected cu_seqlens_q on the same device as query (", packed.query.device(),
+              "), but got ", packed.cu_seqlens_q.device());
+  return {packed.cu_seqlens_q,  packed.cu_seqlens_k,      packed.seqlens_q,      packed.seqlens_k,
+          packed.query_offsets, packed.query.sym_size(0), packed.key.sym_size(0)};
+}
+
+namespace {
+
+SdpaArgs with_sequences(const PackedCall& packed) {
+  SdpaArgs args = heads_first(packed);
+  args.sequences = packed_sequences(lengths_of(packed));
+  return args;
+}
+
+}  // namespace
+
 at::Tensor sdpa_packed_composite(const PackedCall& args) {
-  return sdpa_composite(heads_first(args, &packed_sequences)).transpose(0, 1);
+  return sdpa_composite(with_sequences(args)).transpose(0, 1);
 }
 
 TensorPair sdpa_packed_with_lse_composite(const PackedCall& args) {
-  auto [output, lse] = sdpa_with_lse_composite(heads_first(args, &packed_sequences));
+  auto [output, lse] = sdpa_with_lse_composite(with_sequences(args));
   return {output.transpose(0, 1), lse};
 }
 

@@ -34,12 +34,10 @@ struct PackedCall {
   }
 };
 
-/// packed_sequences, or packed_sequences_cpu.
-using MakeTable = decltype(&packed_sequences);
-
-/// As a call over (heads, rows, features) of which the sequences are parts: whose results lie in memory as
-/// the query does, so that transposing them back is no copy.
-SdpaArgs heads_first(const PackedCall& packed, MakeTable make_table);
+/// As a call over (heads, rows, features) of which the sequences are parts, but without them: whose results
+/// lie in memory as the query does, so that transposing them back is no copy.
+SdpaArgs heads_first(const PackedCall& packed);
+PackedLengths lengths_of(const PackedCall& packed);
 
 at::Tensor sdpa_packed_composite(const PackedCall& args);
 TensorPair sdpa_packed_with_lse_composite(const PackedCall& args);

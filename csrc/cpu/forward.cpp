@@ -22,8 +22,7 @@ void run_forward(const KernelTable& table, at::ScalarType dtype, const ForwardPa
 }
 
 void run_packed_forward(const KernelTable& table, const SdpaArgs& args, const ForwardParams& params,
-                        const SdpaOutputs& outputs) {
-  const std::vector<Sequence> sequences = sequences_of(args);
+                        const std::vector<Sequence>& sequences, const SdpaOutputs& outputs) {
   fill_gaps(has_gaps(sequences, &Sequence::query_len, params.shape.query_len), outputs);
   const auto count = static_cast<int64_t>(sequences.size());
   const auto bytes = static_cast<int64_t>(outputs.output.element_size());
@@ -67,7 +66,7 @@ SdpaOutputs forward_cpu(const SdpaArgs& args, SideOutputs wanted) {
     params.key_mass = outputs.key_mass.mutable_data_ptr();
   }
   if (args.sequences.defined()) {
-    run_packed_forward(*table, args, params, outputs);
+    run_packed_forward(*table, args, params, sequences_of(args), outputs);
     return outputs;
   }
   run_forward(*table, dtype, params);
@@ -79,7 +78,7 @@ SdpaOutputs forward_cpu(const SdpaArgs& args, SideOutputs wanted) {
 
 }  // namespace
 
-at::Tensor output_cpu(const SdpaArgs& args) {
+at::Tensor output_cpu(const SdpaArgs& args, const std::vector<Sequence>* sequences) {
   const OneThreadInForkedChild guard;
   const KernelTable* table = kernels_in_use();
   if (table == nullptr) {
@@ -91,8 +90,8 @@ at::Tensor output_cpu(const SdpaArgs& args) {
   at::Tensor output = empty_output_like(args.query, sizes);
   auto params = params_over<ForwardParams>(inputs);
   add_output(inputs, params, output);
-  if (args.sequences.defined()) {
-    run_packed_forward(*table, args, params, {output, {}, {}, {}});
+  if (sequences != nullptr) {
+    run_packed_forward(*table, args, params, *sequences, {output, {}, {}, {}});
   } else {
     run_forward(*table, dtype, params);
   }
