@@ -151,7 +151,7 @@ def last_bits(query, key, value, *, original, **options):
         (one_draw, "numbers", {"dropout_p"}),
         (last_bits, "bits", {"float32"}),
     ],
-    ids=lambda x: getattr(x, "__name__", None) or str(x),
+    ids=lambda x: getattr(x, "__name__", None) or (x if isinstance(x, str) else "-".join(sorted(x))),
 )
 def test_a_fault_of_packed_calls_is_found_and_shrunk(tools, monkeypatch, plant: Callable, kind, needed):
     _, check = tools
