@@ -110,14 +110,20 @@ def _of_node(module: Any, node: Any, path: Path) -> list[Path]:
 
 
 def _of_method(module: Any, node: Any, path: Path) -> list[Path]:
-    """The calls of a method of the module itself or of one inside it."""
+    """The calls of a method of the module itself, of one inside it, or of a cache that it was given."""
     names: list[str] = []
-    value = next(iter(node.inputs())).node()
-    while value.kind() == "prim::GetAttr":
-        names.insert(0, value.s("name"))
-        value = next(iter(value.inputs())).node()
+    value = next(iter(node.inputs()))
+    if _is_cache(value):
+        return [path] if node.s("name").startswith("attend") else []
+    while value.node().kind() == "prim::GetAttr":
+        names.insert(0, value.node().s("name"))
+        value = next(iter(value.node().inputs()))
     called = module
     for name in names:
         called = getattr(called, name)
     method = getattr(called, node.s("name"))
     return _of_block(called, method.graph, ".".join([*filter(None, [path]), *names]))
+
+
+def _is_cache(value: Any) -> bool:
+    return str(value.type()).endswith("caches.KeyValueCache")
