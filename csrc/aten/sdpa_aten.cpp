@@ -18,6 +18,7 @@ namespace attn_ext {
 SdpaOutputs forward_aten(const SdpaArgs& args, SideOutputs wanted) {
   check_packed(args, wanted);
   if (args.sequences.defined()) {
+    check_args(args);
     constexpr double kNothingSeen = -std::numeric_limits<double>::infinity();
     SdpaOutputs outputs = outputs_by_sequence(
         args, kNothingSeen, [](const SdpaArgs& one, const Sequence&) { return forward_aten(one, {}); });
@@ -42,10 +43,17 @@ SdpaInputs backward_aten(const SdpaOutputs& grads, const SdpaArgs& args, const a
                          const at::Tensor& lse, InputMask wanted) {
   check_backward(grads, args, output, lse, wanted);
   if (args.sequences.defined()) {
-    return gradients_by_sequence(args, [&](const SdpaArgs& one, const Sequence& sequence) {
+    SdpaInputs gradients = gradients_by_sequence(args, [&](const SdpaArgs& one, const Sequence& sequence) {
       const SdpaOutputs outputs = of_sequence(SdpaOutputs{output, lse, {}, {}}, sequence);
       return backward_aten(of_sequence(grads, sequence), one, outputs.output, outputs.lse, wanted);
     });
+    const auto lay_out = [](at::Tensor& gradient, const at::Tensor& input) {
+      gradient = gradient.defined() ? in_order(gradient, memory_order(input, input.dim())) : gradient;
+    };
+    lay_out(gradients.query, args.query);
+    lay_out(gradients.key, args.key);
+    lay_out(gradients.value, args.value);
+    return gradients;
   }
   const Problem problem = make_problem(args);
   const OutputGrads canonical = canonical_grads(problem, grads);
