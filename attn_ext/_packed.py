@@ -39,7 +39,7 @@ def sdpa_packed(
     is packed beside it.
 
     **Causality is aligned with the end** of a sequence's keys: its last query sees its last key, as in
-    FlashAttention, and unlike in :func:`sdpa`, whose ``query_offset`` is 0. ``query_offsets`` says otherwise.
+    FlashAttention, and unlike in :func:`attn_ext.sdpa`, whose ``query_offset`` is 0. ``query_offsets`` says otherwise.
 
     Args:
         query: :math:`(T_q, H_q, D)`, the rows of all sequences.
@@ -48,14 +48,14 @@ def sdpa_packed(
         cu_seqlens_q: :math:`(N + 1,)`, int32 or int64: where each sequence begins in ``query``, and where the
             last one ends. It never falls; rows before, between and behind the sequences give 0.
         cu_seqlens_k: the same for ``key`` and ``value``; ``cu_seqlens_q`` if None.
-        dropout_p: as in :func:`sdpa`; the draw is that of a padded batch of the sequences.
+        dropout_p: as in :func:`attn_ext.sdpa`; the draw is that of a padded batch of the sequences.
         is_causal: query row ``i`` of a sequence sees its key ``j`` iff ``j <= i + offset``.
         seqlens_q: :math:`(N,)`, how many of the rows from its begin on a sequence has: fewer leave a hole.
             All of them up to the next sequence if None.
         seqlens_k: the same for its keys.
         query_offsets: :math:`(N,)`, the place of each sequence's first query row among its keys, for
             causality and windows; its keys less its queries if None.
-        scale: as in :func:`sdpa`.
+        scale: as in :func:`attn_ext.sdpa`.
         enable_gqa: as there.
         window_left: as there, with the sequence's own offset.
         window_right: the same.
@@ -66,10 +66,10 @@ def sdpa_packed(
         The output, :math:`(T_q, H_q, D_v)`, in the dtype of ``query``.
 
     Dtypes:
-        Those of :func:`sdpa`. Any strides.
+        Those of :func:`attn_ext.sdpa`. Any strides.
 
     Raises:
-        RuntimeError: what :func:`sdpa` refuses; lengths that are not 1-D integers, fall, or leave the
+        RuntimeError: what :func:`attn_ext.sdpa` refuses; lengths that are not 1-D integers, fall, or leave the
             tensors.
 
     Source:
@@ -137,10 +137,10 @@ def sdpa_packed_with_lse(
 
     Returns:
         The output, :math:`(T_q, H_q, D_v)`, and the log-sum-exp, :math:`(H_q, T_q)`, in float32 (float64 for
-        float64 inputs): what :func:`sdpa_with_lse` gives, and -inf in rows that belong to no sequence.
+        float64 inputs): what :func:`attn_ext.sdpa_with_lse` gives, and -inf in rows that belong to no sequence.
 
     Source:
-        As :func:`sdpa_packed` and :func:`sdpa_with_lse`.
+        As :func:`sdpa_packed` and :func:`attn_ext.sdpa_with_lse`.
 
     Example:
         >>> import torch, attn_ext
@@ -190,7 +190,7 @@ def merge_partials(outputs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, T
     Args:
         outputs: each :math:`(\ldots, D_v)`, in any floating dtype.
         lses: as many, each :math:`(\ldots)`: float64 with float64 outputs, else float32. What
-            :func:`sdpa_with_lse` gives fits as it is; of :func:`sdpa_packed_with_lse` pass ``lse.T``.
+            :func:`attn_ext.sdpa_with_lse` gives fits as it is; of :func:`sdpa_packed_with_lse` pass ``lse.T``.
 
     Returns:
         The output, :math:`(\ldots, D_v)`, in the dtype of ``outputs``, and the log-sum-exp, :math:`(\ldots)`.

@@ -36,7 +36,7 @@ def sdpa_paged(
     shared between sequences, and lie in any order. Decoding (a row a sequence), prefill in chunks (some rows)
     and mixes of them are one call. **Causality is aligned with the end**: the last query row of a sequence
     stands at its last key, which has been written before (:func:`cache_write_`). For inference: there is no
-    gradient. A sequence has the same bits as in a call of its own, and in :func:`sdpa` over contiguous keys.
+    gradient. A sequence has the same bits as in a call of its own, and in :func:`attn_ext.sdpa` over contiguous keys.
 
     Args:
         query: :math:`(T_q, H_q, D)`.
@@ -48,7 +48,7 @@ def sdpa_paged(
         cu_seqlens_q: :math:`(N + 1,)`, where the query rows of each sequence begin, and where the last end;
             if None, row ``n`` is sequence ``n``.
         is_causal: query row ``i`` of a sequence sees key ``j`` iff ``j <= i + keys - query rows``.
-        scale: as in :func:`sdpa`.
+        scale: as in :func:`attn_ext.sdpa`.
         enable_gqa: as there.
         window_left: as there, with the sequence's own offset.
         window_right: the same.
@@ -62,7 +62,7 @@ def sdpa_paged(
         The output, :math:`(T_q, H_q, D_v)`, in the dtype of ``query``; rows of no sequence are 0.
 
     Dtypes:
-        Queries of those of :func:`sdpa`; pages of the query's, of a narrower floating one (bfloat16 or
+        Queries of those of :func:`attn_ext.sdpa`; pages of the query's, of a narrower floating one (bfloat16 or
         float16 under float32), int8, or float8_e4m3fn.
 
     Raises:
@@ -130,7 +130,7 @@ def sdpa_paged_with_lse(
         float64 queries), -inf in rows of no sequence.
 
     Source:
-        As :func:`sdpa_paged` and :func:`sdpa_with_lse`.
+        As :func:`sdpa_paged` and :func:`attn_ext.sdpa_with_lse`.
 
     Example:
         >>> import torch, attn_ext

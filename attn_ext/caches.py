@@ -183,7 +183,12 @@ class KeyValueCache:
         Args:
             query: :math:`(B, H_q, L, D)`, of the ``L`` keys that were appended last.
             is_causal: row ``i`` sees key ``j`` iff ``j <= i + keys - L``.
-            scale, enable_gqa, window_left, window_right, softcap, sinks: as in :func:`attn_ext.sdpa`.
+            scale: as in :func:`attn_ext.sdpa`, like the arguments after it.
+            enable_gqa: as there.
+            window_left: as there.
+            window_right: as there.
+            softcap: as there.
+            sinks: as there.
 
         Returns:
             The output, :math:`(B, H_q, L, D_v)`.
@@ -222,7 +227,13 @@ class KeyValueCache:
             query: :math:`(T, H_q, D)`, the rows of all of them, one sequence after the other.
             cu_seqlens: :math:`(N + 1,)`, where each begins and the last one ends; if None, each has one.
             sequences: :math:`(N,)`, which they are; all in order if None.
-            is_causal, scale, enable_gqa, window_left, window_right, softcap, sinks: as in :meth:`attend`.
+            is_causal: as in :meth:`attend`, like the arguments after it.
+            scale: as there.
+            enable_gqa: as there.
+            window_left: as there.
+            window_right: as there.
+            softcap: as there.
+            sinks: as there.
 
         Returns:
             The output, :math:`(T, H_q, D_v)`.
