@@ -39,7 +39,8 @@ def sdpa_packed(
     is packed beside it.
 
     **Causality is aligned with the end** of a sequence's keys: its last query sees its last key, as in
-    FlashAttention, and unlike in :func:`attn_ext.sdpa`, whose ``query_offset`` is 0. ``query_offsets`` says otherwise.
+    FlashAttention, and unlike in :func:`attn_ext.sdpa`, whose ``query_offset`` is 0. ``query_offsets`` says
+    otherwise.
 
     Args:
         query: :math:`(T_q, H_q, D)`, the rows of all sequences.
@@ -69,8 +70,8 @@ def sdpa_packed(
         Those of :func:`attn_ext.sdpa`. Any strides.
 
     Raises:
-        RuntimeError: what :func:`attn_ext.sdpa` refuses; lengths that are not 1-D integers, fall, or leave the
-            tensors.
+        RuntimeError: what :func:`attn_ext.sdpa` refuses; lengths that are not 1-D integers, fall, or leave
+            the tensors.
 
     Source:
         Dao 2023, "FlashAttention-2", ``flash_attn_varlen_func``;
@@ -137,7 +138,8 @@ def sdpa_packed_with_lse(
 
     Returns:
         The output, :math:`(T_q, H_q, D_v)`, and the log-sum-exp, :math:`(H_q, T_q)`, in float32 (float64 for
-        float64 inputs): what :func:`attn_ext.sdpa_with_lse` gives, and -inf in rows that belong to no sequence.
+        float64 inputs): what :func:`attn_ext.sdpa_with_lse` gives, and -inf in rows that belong to no
+        sequence.
 
     Source:
         As :func:`sdpa_packed` and :func:`attn_ext.sdpa_with_lse`.
@@ -190,7 +192,8 @@ def merge_partials(outputs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, T
     Args:
         outputs: each :math:`(\ldots, D_v)`, in any floating dtype.
         lses: as many, each :math:`(\ldots)`: float64 with float64 outputs, else float32. What
-            :func:`attn_ext.sdpa_with_lse` gives fits as it is; of :func:`sdpa_packed_with_lse` pass ``lse.T``.
+            :func:`attn_ext.sdpa_with_lse` gives fits as it is; of :func:`sdpa_packed_with_lse` pass
+            ``lse.T``.
 
     Returns:
         The output, :math:`(\ldots, D_v)`, in the dtype of ``outputs``, and the log-sum-exp, :math:`(\ldots)`.

@@ -36,7 +36,8 @@ def sdpa_paged(
     shared between sequences, and lie in any order. Decoding (a row a sequence), prefill in chunks (some rows)
     and mixes of them are one call. **Causality is aligned with the end**: the last query row of a sequence
     stands at its last key, which has been written before (:func:`cache_write_`). For inference: there is no
-    gradient. A sequence has the same bits as in a call of its own, and in :func:`attn_ext.sdpa` over contiguous keys.
+    gradient. A sequence has the same bits as in a call of its own, and in :func:`attn_ext.sdpa` over
+    contiguous keys.
 
     Args:
         query: :math:`(T_q, H_q, D)`.
@@ -62,8 +63,8 @@ def sdpa_paged(
         The output, :math:`(T_q, H_q, D_v)`, in the dtype of ``query``; rows of no sequence are 0.
 
     Dtypes:
-        Queries of those of :func:`attn_ext.sdpa`; pages of the query's, of a narrower floating one (bfloat16 or
-        float16 under float32), int8, or float8_e4m3fn.
+        Queries of those of :func:`attn_ext.sdpa`; pages of the query's, of a narrower floating one (bfloat16
+        or float16 under float32), int8, or float8_e4m3fn.
 
     Raises:
         RuntimeError: shapes or dtypes that do not fit; offsets that fall or leave ``query``; a length beyond

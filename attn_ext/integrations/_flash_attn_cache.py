@@ -133,7 +133,7 @@ def flash_attn_with_kvcache(
         cache_leftpad: :math:`(B,)`, rows of the cache before the first key; 0 if None. A cache with other
             strides than of its shape is then copied.
         block_table: :math:`(B, \text{most pages})`, the pages of each sequence, of any size.
-        softmax_scale: as in :func:`attn_ext.integrations.flash_attn.flash_attn_func`, like the three after it.
+        softmax_scale: as in :func:`attn_ext.integrations.flash_attn.flash_attn_func`, as are three more.
         causal: as there.
         window_size: as there.
         softcap: as there.

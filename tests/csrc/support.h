@@ -18,7 +18,7 @@
 #include <thread>
 #include <vector>
 
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(ATTN_EXT_KERNELS_POISON)
 #include <sanitizer/asan_interface.h>
 #endif
 
@@ -248,7 +248,7 @@ struct ScratchMemory {
   explicit ScratchMemory(int64_t bytes) : memory((bytes + 63) / 64 * 64) {}
   ScratchMemory(const ScratchMemory&) = delete;
   ScratchMemory& operator=(const ScratchMemory&) = delete;
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(ATTN_EXT_KERNELS_POISON)
   ~ScratchMemory() {
     __asan_unpoison_memory_region(memory.data(), memory.bytes());
   }  // kernels leave gaps
