@@ -24,7 +24,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 _FLOP_COUNTER = "torch.utils.flop_counter"
 
-_SEQUENCES = 6  # the place of the table among the tensors of both operators; the output follows in backward
+_SEQUENCES = (
+    6  # the place of the table among the tensors of both operators; output and lse follow in backward
+)
 
 
 def _pairs(query: Tensor, key: Tensor, sequences: Tensor | None) -> int:
@@ -34,20 +36,20 @@ def _pairs(query: Tensor, key: Tensor, sequences: Tensor | None) -> int:
     return sum(rows * keys for _, rows, _, keys, _ in sequences.tolist())
 
 
-def _multiply_adds(output: Tensor, query: Tensor, key: Tensor, sequences: Tensor | None) -> int:
+def _multiply_adds(lse: Tensor, query: Tensor, key: Tensor, sequences: Tensor | None) -> int:
     """Operations of a product of one column: every row of every head meets its keys."""
-    heads: int = prod(output.shape[:-2])
+    heads: int = prod(lse.shape[:-1])
     return 2 * heads * _pairs(query, key, sequences)
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_val: Sequence[Tensor]) -> int:
-    operations = _multiply_adds(out_val[0], query, key, rest[_SEQUENCES - 3])
+    operations = _multiply_adds(out_val[1], query, key, rest[_SEQUENCES - 3])
     return operations * (query.shape[-1] + value.shape[-1])
 
 
 def _backward(*args: Any, out_val: Any) -> int:
     query, key, value = args[4:7]
-    operations: int = _multiply_adds(args[4 + _SEQUENCES + 1], query, key, args[4 + _SEQUENCES])
+    operations: int = _multiply_adds(args[4 + _SEQUENCES + 2], query, key, args[4 + _SEQUENCES])
     columns: int = 3 * query.shape[-1] + 2 * value.shape[-1]
     return operations * columns
 

@@ -191,13 +191,13 @@ def merge_partials(outputs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, T
 
     Args:
         outputs: each :math:`(\ldots, D_v)`, in any floating dtype.
-        lses: as many, each :math:`(\ldots)`: float64 with float64 outputs, else float32. What
-            :func:`attn_ext.sdpa_with_lse` gives fits as it is; of :func:`sdpa_packed_with_lse` pass
-            ``lse.T``.
+        lses: as many, each :math:`(\ldots)`: float64 with float64 outputs, else float32, or all of them
+            float64, which tells more of rows whose scores are far from 0. What :func:`attn_ext.sdpa_with_lse`
+            gives fits as it is; of :func:`sdpa_packed_with_lse` pass ``lse.T``.
 
     Returns:
-        The output, :math:`(\ldots, D_v)`, in the dtype of ``outputs``, and the log-sum-exp, :math:`(\ldots)`.
-        The sums are made in the dtype of ``lses``.
+        The output, :math:`(\ldots, D_v)`, in the dtype of ``outputs``, and the log-sum-exp, :math:`(\ldots)`,
+        in that of ``lses``. Outputs are summed in float32, of float64 in float64.
 
     Raises:
         RuntimeError: no outputs; not as many lses; shapes, dtypes or devices that do not fit.

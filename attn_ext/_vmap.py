@@ -16,6 +16,8 @@ Rule = tuple[tuple[Tensor | None, ...], tuple[int | None, ...]]
 # Position of the arguments in the schemas.
 _FORWARD_TENSORS = 7  # query, key, value, attn_mask, sinks, dropout_seed, sequences
 _BACKWARD_GRADS = 4  # grad_output, grad_lse, grad_weights, grad_key_mass
+_SCALARS = 8  # dropout_p to softcap
+_PART = 2  # dropout_origin, unrounded
 
 
 def _sample_dims(tensor: Tensor, bdim: int | None) -> int:
@@ -67,8 +69,11 @@ def _backward_rule(info: Any, in_dims: Sequence[int | None], *args: Any) -> Rule
     grads, grad_dims = args[:_BACKWARD_GRADS], in_dims[:_BACKWARD_GRADS]
     end = _BACKWARD_GRADS + _FORWARD_TENSORS
     inputs, input_dims = args[_BACKWARD_GRADS:end], in_dims[_BACKWARD_GRADS:end]
-    output, lse, scalars = args[end], args[end + 1], args[end + 2 :]
-    output_mask = scalars[-1]
+    output, lse = args[end : end + 2]
+    mask = end + 2 + _SCALARS
+    scalars, output_mask, part = args[end + 2 : mask], args[mask], args[mask + 1 : mask + 1 + _PART]
+    delta = mask + 1 + _PART  # the last argument, left out where it is None
+    has_delta = len(args) > delta and args[delta] is not None
     size = info.batch_size
 
     batched, _, padded_dims = _batch_inputs(size, input_dims, inputs)
@@ -87,10 +92,11 @@ def _backward_rule(info: Any, in_dims: Sequence[int | None], *args: Any) -> Rule
 
     tails = (2, 1, 2, 1)
     batched_grads = [outgoing(g, d, tail) for g, d, tail in zip(grads, grad_dims, tails, strict=True)]
-    batched_output = outgoing(output, in_dims[end], 2)
+    batched_output = None if has_delta else outgoing(output, in_dims[end], 2)
     batched_lse = outgoing(lse, in_dims[end + 1], 1)
+    more = {"delta": outgoing(args[delta], in_dims[delta], 1)} if has_delta else {}
     results = torch.ops.attn_ext._sdpa_backward(
-        *batched_grads, *batched, batched_output, batched_lse, *scalars
+        *batched_grads, *batched, batched_output, batched_lse, *scalars, output_mask, *part, **more
     )
     restored = tuple(
         None if result is None else result.reshape(size, *_sample_shape(tensor, bdim))

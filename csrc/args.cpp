@@ -8,11 +8,11 @@ SdpaOutputs call_forward(const SdpaArgs& args, SideOutputs wanted) {
   return {output, lse, tensor_or_undefined(weights), tensor_or_undefined(key_mass)};
 }
 
-SdpaInputs call_backward(const SdpaOutputs& grads, const SdpaArgs& args, const at::Tensor& output,
-                         const at::Tensor& lse, InputMask wanted) {
+SdpaInputs call_backward(const SdpaOutputs& grads, const SdpaArgs& args, const SavedOutputs& saved,
+                         InputMask wanted) {
   static const auto op = find_op<BackwardCall, decltype(SdpaInputs().to_tuple())>("attn_ext::_sdpa_backward");
   const std::array<bool, 5> mask = wanted.to_array();
-  auto [query, key, value, attn_mask, sinks] = call_op(op, backward_fields(grads, args, output, lse, mask));
+  auto [query, key, value, attn_mask, sinks] = call_op(op, backward_fields(grads, args, saved, mask));
   return {query, key, value, attn_mask, sinks};
 }
 

@@ -35,6 +35,11 @@ struct SdpaArgs {
   std::optional<c10::SymInt> window_right;
   c10::SymInt query_offset = 0;
   double softcap = 0.0;
+  // Of a call that is a part of a whole one (the internal ops alone): where its first element lies in the
+  // draws, (batch, head, row, column), and whether its output, or its gradients, stay in the dtype of
+  // accumulation, to be added to those of the other parts.
+  OptionalSymInts dropout_origin;
+  bool unrounded = false;
   // Not of any schema. Batch b counts as b * batch_step + first_batch in the draws, of one sequence of many.
   int64_t first_batch = 0;
   int64_t batch_step = 1;
@@ -61,6 +66,15 @@ struct SdpaOutputs {
   }
 };
 
+/// What a backward pass takes of a forward pass.
+struct SavedOutputs {
+  at::Tensor output;  // (..., Hq, Lq, Dv); not read where delta is given
+  at::Tensor lse;     // (..., Hq, Lq), float64 or the dtype of accumulation
+  // (..., Hq, Lq), rowsum(P dP) over all keys, of which the call's may be a part. Given, lse is over all keys
+  // too, and says what the weights are. Else both are the call's own.
+  at::Tensor delta;
+};
+
 /// The differentiable inputs, or their gradients or tangents. What is absent is undefined.
 struct SdpaInputs {
   at::Tensor query, key, value, attn_mask, sinks;
@@ -85,8 +99,8 @@ struct InputMask {
 
 /// The internal ops, through the dispatcher.
 SdpaOutputs call_forward(const SdpaArgs& args, SideOutputs wanted);
-SdpaInputs call_backward(const SdpaOutputs& grads, const SdpaArgs& args, const at::Tensor& output,
-                         const at::Tensor& lse, InputMask wanted);
+SdpaInputs call_backward(const SdpaOutputs& grads, const SdpaArgs& args, const SavedOutputs& saved,
+                         InputMask wanted);
 
 // The schemas' arguments by name and in order: this is the one place in C++ that lists them.
 
@@ -109,16 +123,24 @@ auto scalars_of(Args& a) {
                 a.query_offset, a.softcap);
 }
 
-template <class Args, class Wanted>
-auto forward_fields(Args& args, Wanted& wanted) {
-  return std::tuple_cat(tensors_of(args), scalars_of(args), fields(wanted.weights, wanted.key_mass));
+/// What makes a call a part of another.
+template <class Args>
+auto part_fields(Args& a) {
+  return fields(a.dropout_origin, a.unrounded);
 }
 
-template <class Grads, class Args, class Tensor, class Wanted>
-auto backward_fields(Grads& grads, Args& args, Tensor& output, Tensor& lse, Wanted& wanted) {
+template <class Args, class Wanted>
+auto forward_fields(Args& args, Wanted& wanted) {
+  return std::tuple_cat(tensors_of(args), scalars_of(args), fields(wanted.weights, wanted.key_mass),
+                        part_fields(args));
+}
+
+template <class Grads, class Args, class Saved, class Wanted>
+auto backward_fields(Grads& grads, Args& args, Saved& saved, Wanted& wanted) {
   return std::tuple_cat(
       fields(or_none(grads.output), or_none(grads.lse), or_none(grads.weights), or_none(grads.key_mass)),
-      tensors_of(args), fields(output, lse), scalars_of(args), fields(wanted));
+      tensors_of(args), fields(or_none(saved.output), saved.lse), scalars_of(args), fields(wanted),
+      part_fields(args), fields(or_none(saved.delta)));
 }
 
 // A call of a public op, of `_sdpa_forward`, and of `_sdpa_backward`.
@@ -139,10 +161,10 @@ struct ForwardCall {
 struct BackwardCall {
   SdpaOutputs grads;
   SdpaArgs args;
-  at::Tensor output, lse;
+  SavedOutputs saved;
   std::array<bool, 5> wanted;
 
-  auto arguments() { return backward_fields(grads, args, output, lse, wanted); }
+  auto arguments() { return backward_fields(grads, args, saved, wanted); }
 };
 
 namespace adapted {
@@ -164,8 +186,7 @@ auto run_forward(const ForwardCall& call) {
 
 template <auto function>
 auto run_backward(const BackwardCall& call) {
-  return function(call.grads, call.args, call.output, call.lse, InputMask::from_array(call.wanted))
-      .to_tuple();
+  return function(call.grads, call.args, call.saved, InputMask::from_array(call.wanted)).to_tuple();
 }
 
 }  // namespace adapted
@@ -184,7 +205,7 @@ template <auto function>
 inline constexpr auto forward_kernel = &Unboxed<ForwardCall>::kernel<&adapted::run_forward<function>>;
 
 /// Kernel of `_sdpa_backward`: `function` is
-/// SdpaInputs(const SdpaOutputs& grads, const SdpaArgs&, const Tensor& output, const Tensor& lse, InputMask).
+/// SdpaInputs(const SdpaOutputs& grads, const SdpaArgs&, const SavedOutputs&, InputMask).
 template <auto function>
 inline constexpr auto backward_kernel = &Unboxed<BackwardCall>::kernel<&adapted::run_backward<function>>;
 

@@ -11,6 +11,8 @@ namespace attn_ext {
 
 namespace {
 
+constexpr int64_t kDropoutColumns = 64;  // that are drawn together
+
 bool is_supported(at::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf;
 }
@@ -206,6 +208,21 @@ void check_seed(const SdpaArgs& args, const SdpaSizes& sizes, Seed expected) {
               seed.sym_sizes());
 }
 
+/// The counters of the draws have 32 bits, and a column is one of 64 that are drawn together.
+void check_origin(const std::vector<c10::SymInt>& origin) {
+  constexpr int64_t kMost = int64_t{1} << 31;
+  TORCH_CHECK(origin.size() == Origin().size(),
+              "attn_ext: expected dropout_origin to be (batch, head, row, column), but got ", origin.size(),
+              " numbers");
+  for (const c10::SymInt& place : origin) {
+    TORCH_CHECK(place >= 0 && place <= kMost,
+                "attn_ext: expected dropout_origin between 0 and 2^31, but got ", place);
+  }
+  TORCH_CHECK(origin.back() % kDropoutColumns == 0,
+              "attn_ext: expected the column of dropout_origin to be a multiple of ", kDropoutColumns,
+              ", but got ", origin.back());
+}
+
 void check_scalars(const SdpaArgs& args) {
   TORCH_CHECK(args.dropout_p >= 0.0 && args.dropout_p <= 1.0,  // NaN fails too
               "attn_ext: expected dropout_p between 0 and 1, but got ", args.dropout_p);
@@ -220,6 +237,9 @@ void check_scalars(const SdpaArgs& args) {
   TORCH_CHECK(!args.window_right.has_value() || *args.window_right >= 0,
               "attn_ext: expected window_right to be at least 0, or None for an open window, but got ",
               *args.window_right);
+  if (args.dropout_origin.has_value()) {
+    check_origin(*args.dropout_origin);
+  }
 }
 
 /// What a forward pass gives, or the gradient of that.
@@ -301,12 +321,20 @@ void check_grads(const SdpaOutputs& grads, const at::Tensor& query, const SdpaSi
   check(grads.key_mass, "grad_key_mass", dtype, {sizes.key_len});
 }
 
-SdpaSizes check_backward(const SdpaOutputs& grads, const SdpaArgs& args, const at::Tensor& output,
-                         const at::Tensor& lse, InputMask wanted) {
+SdpaSizes check_backward(const SdpaOutputs& grads, const SdpaArgs& args, const SavedOutputs& saved,
+                         InputMask wanted) {
   const SdpaSizes sizes = check_args(args);
-  const auto dtype = args.query.scalar_type();
-  check_like_output(output, "output", sizes.with_tail({sizes.query_len, sizes.value_dim}), dtype, args.query);
-  check_like_output(lse, "lse", sizes.with_tail({sizes.query_len}), accumulation_dtype(dtype), args.query);
+  const auto dtype = args.query.scalar_type(), accumulated = accumulation_dtype(dtype);
+  const SymDimVector rows = sizes.with_tail({sizes.query_len});
+  if (saved.delta.defined()) {
+    check_like_output(saved.delta, "delta", rows, accumulated, args.query);
+  } else {
+    TORCH_CHECK(saved.output.defined(), "attn_ext: expected output without a delta, but got None");
+    check_like_output(saved.output, "output", sizes.with_tail({sizes.query_len, sizes.value_dim}), dtype,
+                      args.query);
+  }
+  const bool is_double = saved.lse.defined() && saved.lse.scalar_type() == at::kDouble;
+  check_like_output(saved.lse, "lse", rows, is_double ? at::kDouble : accumulated, args.query);
   check_grads(grads, args.query, sizes);
   check_wanted(args, wanted);
   return sizes;
@@ -327,6 +355,27 @@ int64_t clamp_distance(const c10::SymInt& distance) {
 
 at::ScalarType accumulation_dtype(at::ScalarType dtype) {
   return dtype == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+at::ScalarType output_dtype(const SdpaArgs& args) {
+  const auto dtype = args.query.scalar_type();
+  return args.unrounded ? accumulation_dtype(dtype) : dtype;
+}
+
+at::ScalarType lse_dtype(const SdpaArgs& args) {
+  return args.unrounded ? at::kDouble : accumulation_dtype(args.query.scalar_type());
+}
+
+at::ScalarType gradient_dtype(const SdpaArgs& args, const at::Tensor& input) {
+  return args.unrounded ? accumulation_dtype(args.query.scalar_type()) : input.scalar_type();
+}
+
+Origin origin_of(const SdpaArgs& args) {
+  Origin origin{};
+  for (size_t i = 0; args.dropout_origin.has_value() && i < origin.size(); ++i) {
+    origin[i] = (*args.dropout_origin)[i].guard_int(__FILE__, __LINE__);
+  }
+  return origin;
 }
 
 }  // namespace attn_ext

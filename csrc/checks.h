@@ -34,10 +34,9 @@ void check_storage(const at::Tensor& tensor, const char* name);
 void check_packed(const SdpaArgs& args, SideOutputs wanted);
 
 /// check_args, and everything else that a backward pass takes: gradients that come in are like what they are
-/// the gradient of, `output` and `lse` like what a forward pass gives, and what is wanted can have a
-/// gradient.
-SdpaSizes check_backward(const SdpaOutputs& grads, const SdpaArgs& args, const at::Tensor& output,
-                         const at::Tensor& lse, InputMask wanted);
+/// the gradient of, what was saved like what a forward pass gives, and what is wanted can have a gradient.
+SdpaSizes check_backward(const SdpaOutputs& grads, const SdpaArgs& args, const SavedOutputs& saved,
+                         InputMask wanted);
 
 /// The incoming gradients alone.
 void check_grads(const SdpaOutputs& grads, const at::Tensor& query, const SdpaSizes& sizes);
@@ -57,5 +56,16 @@ int64_t clamp_distance(const c10::SymInt& distance);
 
 /// float32, or float64 for float64 inputs: of every sum, and of lse.
 at::ScalarType accumulation_dtype(at::ScalarType dtype);
+
+/// Of the output, and of lse. A float32 says little about the weights of a part where it is far from 0.
+at::ScalarType output_dtype(const SdpaArgs& args);
+at::ScalarType lse_dtype(const SdpaArgs& args);
+
+/// Of the gradient of an input.
+at::ScalarType gradient_dtype(const SdpaArgs& args, const at::Tensor& input);
+
+/// `dropout_origin` as plain numbers: batch, head, row and column.
+using Origin = std::array<int64_t, 4>;
+Origin origin_of(const SdpaArgs& args);
 
 }  // namespace attn_ext

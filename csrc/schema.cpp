@@ -31,6 +31,12 @@
   "float dropout_p, bool is_causal, float? scale, bool enable_gqa, SymInt? window_left, " \
   "SymInt? window_right, SymInt query_offset, float softcap"
 
+// A call may be a part of a whole one, over some of its rows, heads or keys: `dropout_origin` is the place
+// (batch, head, row, column) of its first element in the draws of the whole; `unrounded` leaves the output,
+// or the gradients, in the dtype of accumulation, and lse in float64. In backward `delta`, rowsum(P dP) over
+// all keys, says that lse is that over all keys too; `output` is not read then.
+#define ATTN_EXT_PART ", SymInt[]? dropout_origin=None, bool unrounded=False"
+
 TORCH_LIBRARY(attn_ext, m) {
   m.def("sdpa(" ATTN_EXT_PUBLIC_ARGS ") -> Tensor", {at::Tag::nondeterministic_seeded});
   m.def("sdpa_with_weights(" ATTN_EXT_PUBLIC_ARGS ") -> (Tensor output, Tensor weights)",
@@ -54,11 +60,12 @@ TORCH_LIBRARY(attn_ext, m) {
       "Tensor? query_offsets, SymInt query_rows, SymInt key_rows) -> Tensor");
   m.def("_sequence_numbers(Tensor sequences) -> int[]");
   m.def("_sdpa_forward(" ATTN_EXT_TENSORS ", " ATTN_EXT_SCALARS
-        ", bool need_weights, bool need_key_mass) "
-        "-> (Tensor output, Tensor lse, Tensor? weights, Tensor? key_mass)");
+        ", bool need_weights, bool need_key_mass" ATTN_EXT_PART
+        ") -> (Tensor output, Tensor lse, Tensor? weights, Tensor? key_mass)");
   m.def(
       "_sdpa_backward(Tensor? grad_output, Tensor? grad_lse, Tensor? grad_weights, Tensor? "
-      "grad_key_mass, " ATTN_EXT_TENSORS ", Tensor output, Tensor lse, " ATTN_EXT_SCALARS
-      ", bool[5] output_mask) "
-      "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_attn_mask, Tensor grad_sinks)");
+      "grad_key_mass, " ATTN_EXT_TENSORS ", Tensor? output, Tensor lse, " ATTN_EXT_SCALARS
+      ", bool[5] output_mask" ATTN_EXT_PART
+      ", Tensor? delta=None) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor "
+      "grad_attn_mask, Tensor grad_sinks)");
 }

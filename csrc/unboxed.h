@@ -7,14 +7,17 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/SymInt.h>
 
 #include <optional>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 namespace attn_ext {
 
 using OptionalTensor = std::optional<at::Tensor>;
+using OptionalSymInts = std::optional<std::vector<c10::SymInt>>;
 
 inline at::Tensor tensor_or_undefined(const OptionalTensor& tensor) {
   return tensor.has_value() ? *tensor : at::Tensor();
@@ -60,6 +63,10 @@ template <>
 struct InSignature<OrNone<at::Tensor>> {
   using Type = const OptionalTensor&;
 };
+template <>
+struct InSignature<OptionalSymInts> {
+  using Type = at::OptionalSymIntArrayRef;
+};
 
 /// An argument into its field.
 template <class T>
@@ -74,6 +81,11 @@ inline void put(OrNone<at::Tensor> field, const OptionalTensor& argument) {
     field.tensor = *argument;
   }
 }
+inline void put(OptionalSymInts& field, const at::OptionalSymIntArrayRef& argument) {
+  if (argument.has_value()) {
+    field.emplace(argument->begin(), argument->end());
+  }
+}
 
 /// A field as an argument.
 template <class T>
@@ -85,6 +97,9 @@ inline OptionalTensor get(OrNone<const at::Tensor> field) {
 }
 inline OptionalTensor get(OrNone<at::Tensor> field) {
   return optional_of(field.tensor);
+}
+inline at::OptionalSymIntArrayRef get(const OptionalSymInts& field) {
+  return field.has_value() ? at::OptionalSymIntArrayRef(*field) : std::nullopt;
 }
 
 template <class Call, class Fields = decltype(std::declval<Call&>().arguments())>

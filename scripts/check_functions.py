@@ -57,7 +57,8 @@ def tokens_of(source: str) -> list[Token]:
 
     def blank(match: re.Match[str]) -> str:
         text = match.group()
-        inside = '""' if text.endswith('"') else "0" if text.endswith("'") else ""
+        is_literal = text.lstrip()[0] not in "#/"
+        inside = "" if not is_literal else '""' if text.endswith('"') else "0"
         return inside + "\n" * text.count("\n")
 
     lines = SKIPPED.sub(blank, source).split("\n")

@@ -21,6 +21,7 @@ NUMERICAL = (
     "test_packed.py",
     "test_packed_calling.py",
     "test_parts.py",
+    "test_partial_calls.py",
     "test_systems.py",
 )
 OTHERS = [name for name in attn_ext.available_cpu_capabilities() if name != attn_ext.cpu_capability()]

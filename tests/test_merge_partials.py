@@ -96,6 +96,18 @@ def test_every_derivative_and_way_of_calling():
     assert [t.shape for t in meta] == [(2, 3), (2,)]
 
 
+@by_dtype
+def test_lses_may_be_float64(dtype):
+    outputs = [torch.randn(4, 3).to(dtype) for _ in range(2)]
+    far = torch.full((4,), -1e9, dtype=torch.float64)
+    lses = [far, far + math.log(3)]
+    output, lse = attn_ext.merge_partials(outputs, lses)
+    assert output.dtype == dtype
+    assert lse.dtype == torch.float64
+    torch.testing.assert_close(output, (outputs[0].double() * 0.25 + outputs[1].double() * 0.75).to(dtype))
+    torch.testing.assert_close(lse, lses[0] + math.log(4), rtol=0, atol=1e-6)
+
+
 def test_the_output_lies_as_the_parts_do():
     outputs = [torch.randn(2, 5, 3, 4).transpose(1, 2) for _ in range(2)]
     output, _ = attn_ext.merge_partials(outputs, [torch.randn(2, 3, 5)] * 2)
@@ -111,7 +123,8 @@ BAD = {
     "shapes": ([OUT, OUT[:1]], [LSE, LSE], r"one shape, .* but got \[2, 3\] .* and \[1, 3\] .* place 1"),
     "dtypes": ([OUT, OUT.half()], [LSE, LSE], "one shape, dtype and device"),
     "lse_shape": ([OUT], [OUT], r"without its last dimension .* but got \[2, 3\] at place 0"),
-    "lse_dtype": ([OUT.bfloat16()], [LSE.bfloat16()], "lses of dtype Float with outputs of BFloat16"),
+    "lse_dtype": ([OUT.bfloat16()], [LSE.bfloat16()], "lses of dtype Float or all of dtype Double with"),
+    "lse_dtypes": ([OUT, OUT], [LSE, LSE.double()], "all of dtype Double .* but got Double at place 1"),
     "lse_device": ([OUT], [LSE.to("meta")], "lses on the device of the outputs"),
 }
 

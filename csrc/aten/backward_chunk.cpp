@@ -32,6 +32,24 @@ OutputGrads canonical_grads(const Problem& problem, const SdpaOutputs& grads) {
           canonical(grads.key_mass, 1)};
 }
 
+GivenRows canonical_rows(const Problem& problem, const SavedOutputs& saved) {
+  if (!saved.delta.defined()) {
+    return {};
+  }
+  return {problem.layout.of_query_heads(saved.lse, 1), problem.layout.of_query_heads(saved.delta, 1)};
+}
+
+GivenRows of_part(const Problem& part, const GivenRows& rows) {
+  return {of_part(part, rows.lse), of_part(part, rows.delta)};
+}
+
+GivenRows narrow_rows(const GivenRows& rows, const ChunkBounds& bounds) {
+  const auto narrow = [&](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.narrow(-1, bounds.row_begin, bounds.rows()) : tensor;
+  };
+  return {narrow(rows.lse), narrow(rows.delta)};
+}
+
 OutputGrads of_part(const Problem& part, const OutputGrads& grads) {
   return {of_part(part, grads.output), of_part(part, grads.lse), of_part(part, grads.weights),
           of_part(part, grads.key_mass)};
@@ -70,14 +88,17 @@ at::Tensor row_grads(const at::Tensor& delta, const OutputGrads& grads) {
   return minus(grads.lse.defined() ? grads.lse.unsqueeze(-1) : at::Tensor(), delta);
 }
 
-ScoreGrads score_grads(const Problem& problem, const Chunk& chunk, const OutputGrads& grads) {
+ScoreGrads score_grads(const Problem& problem, const Chunk& chunk, const OutputGrads& grads,
+                       const at::Tensor& delta) {
   ScoreGrads result;
   result.probabilities = applied_weights_grad(chunk.value, grads);
   if (chunk.multiplier.defined()) {
     result.probabilities = times(result.probabilities, chunk.multiplier);
   }
   result.probabilities = chunk.only_partaking(result.probabilities);
-  if (result.probabilities.defined()) {
+  if (delta.defined()) {
+    result.delta = delta.unsqueeze(-1);
+  } else if (result.probabilities.defined()) {
     result.delta = (chunk.weights * result.probabilities).sum(-1, /*keepdim=*/true);
   }
   result.centred = plus(result.probabilities, row_grads(result.delta, grads));
@@ -152,14 +173,15 @@ void WholeGradients::add(const Problem& part, const SdpaInputs& gradients) {
 }
 
 SdpaInputs WholeGradients::finish(const SdpaArgs& args, InputMask wanted) const {
-  const auto finish_one = [](const PartSum& parts, const at::Tensor& input, bool is_wanted,
-                             const MemoryOrder& order) {
+  const auto finish_one = [&](const PartSum& parts, const at::Tensor& input, bool is_wanted,
+                              const MemoryOrder& order) {
     if (!is_wanted) {
       return at::Tensor();
     }
     const at::Tensor sum = parts.total();
-    return in_order(sum.defined() ? sum.to(input.scalar_type()).reshape(input.sizes())
-                                  : at::zeros(input.sizes(), input.options()),
+    const auto dtype = gradient_dtype(args, input);
+    return in_order(sum.defined() ? sum.to(dtype).reshape(input.sizes())
+                                  : at::zeros(input.sizes(), input.options().dtype(dtype)),
                     order);
   };
   const auto as_input = [](const at::Tensor& input) { return memory_order(input, input.dim()); };

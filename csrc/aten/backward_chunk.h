@@ -24,6 +24,10 @@ OutputGrads canonical_grads(const Problem& problem, const SdpaOutputs& grads);
 OutputGrads of_part(const Problem& part, const OutputGrads& grads);
 OutputGrads narrow_grads(const Problem& problem, const OutputGrads& grads, const ChunkBounds& bounds);
 
+GivenRows canonical_rows(const Problem& problem, const SavedOutputs& saved);
+GivenRows of_part(const Problem& part, const GivenRows& rows);
+GivenRows narrow_rows(const GivenRows& rows, const ChunkBounds& bounds);
+
 struct ScoreGrads {
   at::Tensor probabilities;  // dP (lead, rows, keys), 0 where not visible
   at::Tensor delta;          // (lead, rows, 1)
@@ -35,7 +39,9 @@ struct ScoreGrads {
 /// dPd = dO Vᵀ + dW + dMass, before dropout and visibility.
 at::Tensor applied_weights_grad(const at::Tensor& value, const OutputGrads& grads);
 
-ScoreGrads score_grads(const Problem& problem, const Chunk& chunk, const OutputGrads& grads);
+/// `delta` (lead, rows), if it is given.
+ScoreGrads score_grads(const Problem& problem, const Chunk& chunk, const OutputGrads& grads,
+                       const at::Tensor& delta = {});
 
 // The gradients of one chunk, undefined where a factor is.
 

@@ -76,7 +76,7 @@ SdpaInputs gradients_by_sequence(const SdpaArgs& args, Backward backward) {
           key.join(),
           value.join(),
           {},
-          sinks.defined() ? sinks.to(args.sinks.scalar_type()) : sinks};
+          sinks.defined() ? sinks.to(gradient_dtype(args, args.sinks)) : sinks};
 }
 
 /// The rows of a sequence of what comes in for the outputs.
@@ -85,6 +85,15 @@ inline SdpaOutputs of_sequence(const SdpaOutputs& grads, const Sequence& sequenc
     return grad.defined() ? grad.narrow(row_dim, sequence.query_begin, sequence.query_len) : grad;
   };
   return {narrow(grads.output, -2), narrow(grads.lse, -1), {}, {}};
+}
+
+/// The same of what was saved.
+inline SavedOutputs of_sequence(const SavedOutputs& saved, const Sequence& sequence) {
+  const auto rows = [&](const at::Tensor& tensor, int64_t row_dim) {
+    return tensor.defined() ? tensor.narrow(row_dim, sequence.query_begin, sequence.query_len) : tensor;
+  };
+  return {saved.delta.defined() ? at::Tensor() : rows(saved.output, -2), rows(saved.lse, -1),
+          rows(saved.delta, -1)};
 }
 
 /// The same of a direction in which the inputs move.

@@ -86,12 +86,30 @@ void softmax(const Problem& problem, const at::Tensor& scores, Chunk& chunk) {
     sum = sum + sink;
   }
   const at::Tensor divisor = at::where(sum == 0.0, 1.0, sum).to(problem.accumulator);
-  const at::Tensor lse = at::where(max == kInfinity, max, max + sum.log());
+  const at::Tensor lse = at::where(max == kInfinity, max, max.to(problem.lse_dtype) + sum.log());
   chunk.takes_part = may_hold_nonfinite(lse) ? and_visible(chunk.visible, lse.ne(-kInfinity)) : chunk.visible;
   chunk.weights = chunk.only_partaking(exponentials / divisor);
   chunk.lse = lse.squeeze(-1);
   if (sink.defined()) {
     chunk.sink_weights = (sink / divisor).squeeze(-1);
+  }
+}
+
+/// The weights by a given lse. They sum up to 1 at most: where an lse is so far from 0 that its dtype does
+/// not hold more than the largest score, what is known is that sum.
+void softmax_by_lse(const Problem& problem, const at::Tensor& scores, const at::Tensor& given, Chunk& chunk) {
+  constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+  const at::Tensor lse = at::where(given == kInfinity, kNan, given).to(given.scalar_type());
+  chunk.takes_part = may_hold_nonfinite(given)
+                         ? and_visible(chunk.visible, given.ne(-kInfinity).unsqueeze(-1))
+                         : chunk.visible;
+  const at::Tensor weights = chunk.only_partaking(at::exp(scores - lse.unsqueeze(-1)));
+  chunk.weights = (weights / weights.sum(-1, /*keepdim=*/true).clamp_min(1)).to(problem.accumulator);
+  chunk.weights = chunk.only_partaking(chunk.weights);
+  chunk.lse = given;
+  if (problem.sinks.defined()) {
+    const at::Tensor shares = at::exp(problem.sinks.unsqueeze(-1) - lse);
+    chunk.sink_weights = at::where(given == -kInfinity, 0.0, shares).to(problem.accumulator);
   }
 }
 
@@ -125,13 +143,14 @@ at::Tensor weighted_values(const Chunk& chunk, const at::Tensor& weights, const 
                                               : at::Tensor();
 }
 
-Chunk make_chunk(const Problem& problem, const ChunkBounds& bounds) {
+Chunk make_chunk(const Problem& problem, const ChunkBounds& bounds, const GivenRows& given) {
   Chunk chunk;
   chunk.bounds = bounds;
   chunk.query = problem.query.narrow(-2, bounds.row_begin, bounds.rows()).to(problem.accumulator);
   chunk.key = problem.key.narrow(-2, bounds.key_begin, bounds.keys());
   chunk.value = problem.value.narrow(-2, bounds.key_begin, bounds.keys());
-  softmax(problem, make_scores(problem, chunk), chunk);
+  const at::Tensor scores = make_scores(problem, chunk);
+  given.lse.defined() ? softmax_by_lse(problem, scores, given.lse, chunk) : softmax(problem, scores, chunk);
   if (problem.dropout_p > 0.0) {
     chunk.multiplier = dropout_multiplier(problem, bounds);
   }

@@ -27,6 +27,12 @@ struct Chunk {
   at::Tensor only_partaking(const at::Tensor& scores) const;
 };
 
+/// What is known of rows over all keys, of which a chunk has a part, in (lead, rows). Undefined: its keys are
+/// all, and what there is to know follows from them.
+struct GivenRows {
+  at::Tensor lse, delta;
+};
+
 /// Rows of a (lead, Lq or 1, columns) tensor, keys of a (lead, rows, Lk or 1) tensor: broadcast dims stay 1.
 at::Tensor narrow_rows(const at::Tensor& tensor, const ChunkBounds& bounds);
 at::Tensor narrow_keys(const at::Tensor& tensor, const ChunkBounds& bounds, int64_t dim = -1);
@@ -34,6 +40,6 @@ at::Tensor narrow_keys(const at::Tensor& tensor, const ChunkBounds& bounds, int6
 /// Pd V (lead, rows, Dv), with what is masked in V kept out; undefined where a factor is.
 at::Tensor weighted_values(const Chunk& chunk, const at::Tensor& weights, const at::Tensor& value);
 
-Chunk make_chunk(const Problem& problem, const ChunkBounds& bounds);
+Chunk make_chunk(const Problem& problem, const ChunkBounds& bounds, const GivenRows& given = {});
 
 }  // namespace attn_ext

@@ -48,7 +48,8 @@ at::Tensor batch_index(const Problem& problem, int64_t seed_dims, const at::Tens
     shape[dim] = problem.whole_lead[dim];
     count *= problem.whole_lead[dim];
   }
-  const at::Tensor index = at::arange(count, options) * problem.batch_step + problem.first_batch;
+  const at::Tensor index =
+      at::arange(count, options) * problem.batch_step + (problem.first_batch + problem.dropout_origin[0]);
   return of_part(problem, index.view(shape));
 }
 
@@ -57,7 +58,8 @@ at::Tensor head_index(const Problem& problem, const at::TensorOptions& options) 
   const int64_t key_heads = problem.layout.key_heads, group = problem.layout.group;
   Dims shape(problem.layout.batch_dims, 1);
   shape.append({key_heads, group, 1, 1, 1});
-  return of_part(problem, at::arange(key_heads * group, options).view(shape));
+  const int64_t first = problem.dropout_origin[1];
+  return of_part(problem, at::arange(first, first + key_heads * group, options).view(shape));
 }
 
 }  // namespace
@@ -66,12 +68,16 @@ at::Tensor dropout_multiplier(const Problem& problem, const ChunkBounds& bounds)
   const auto options = problem.dropout_seed.options();
   const int64_t block_begin = bounds.key_begin / kBlockColumns;
   const int64_t block_end = (bounds.key_end + kBlockColumns - 1) / kBlockColumns;
+  const int64_t first_row = problem.dropout_origin[2],
+                first_block = problem.dropout_origin[3] / kBlockColumns;
 
   // Every tensor has dims (lead, rows, blocks, lanes).
   const at::Tensor seed = problem.dropout_seed.unsqueeze(-1);
   const at::Tensor columns =
-      at::arange(block_begin * kLanes, block_end * kLanes, options).view({block_end - block_begin, kLanes});
-  const at::Tensor rows = at::arange(bounds.row_begin, bounds.row_end, options).view({bounds.rows(), 1, 1});
+      at::arange((first_block + block_begin) * kLanes, (first_block + block_end) * kLanes, options)
+          .view({block_end - block_begin, kLanes});
+  const at::Tensor rows = at::arange(first_row + bounds.row_begin, first_row + bounds.row_end, options)
+                              .view({bounds.rows(), 1, 1});
   const Counter words =
       philox({columns, rows, head_index(problem, options), batch_index(problem, problem.seed_dims, options)},
              seed.__and__(kLow32), seed.__rshift__(32).__and__(kLow32));

@@ -104,7 +104,8 @@ OutputPieces::OutputPieces(const Problem& problem, SideOutputs wanted)
 void OutputPieces::add(const ChunkBounds& bounds, const at::Tensor& values, const at::Tensor& lse,
                        const at::Tensor& weights) {
   if (values.defined()) {
-    output_.add(values.to(problem_.dtype).expand(problem_.with_tail({bounds.rows(), problem_.value_dim})));
+    output_.add(
+        values.to(problem_.output_dtype).expand(problem_.with_tail({bounds.rows(), problem_.value_dim})));
   }
   if (lse.defined()) {
     lse_.add(lse.expand(problem_.with_tail({bounds.rows()})));
@@ -152,9 +153,9 @@ SdpaOutputs WholeOutputs::finish(const std::optional<at::TensorOptions>& zeros) 
   const auto dims = static_cast<int64_t>(problem_.output_order.size());
   const MemoryOrder rows = contiguous_order(dims - 1), matrices = contiguous_order(dims);
   SdpaOutputs outputs;
-  outputs.output = finish_one(output_.total(), {problem_.query_len, problem_.value_dim}, problem_.dtype,
-                              problem_.output_order);
-  outputs.lse = finish_one(lse_.total(), {problem_.query_len}, problem_.accumulator, rows);
+  outputs.output = finish_one(output_.total(), {problem_.query_len, problem_.value_dim},
+                              problem_.output_dtype, problem_.output_order);
+  outputs.lse = finish_one(lse_.total(), {problem_.query_len}, problem_.lse_dtype, rows);
   if (wanted_.weights) {
     outputs.weights =
         finish_one(weights_.total(), {problem_.query_len, problem_.key_len}, problem_.dtype, matrices);

@@ -83,12 +83,15 @@ Problem describe(const SdpaArgs& args, Seed seed) {
   problem.value_dim = number(sizes.value_dim);
   problem.dtype = args.query.scalar_type();
   problem.accumulator = accumulation_dtype(problem.dtype);
+  problem.output_dtype = output_dtype(args);
+  problem.lse_dtype = lse_dtype(args);
   problem.scale = scale_of(args, problem.head_dim);
   problem.softcap = softcap_of(args);
   problem.dropout_p = args.dropout_p;
   problem.band = band_of(args);
   problem.first_batch = args.first_batch;
   problem.batch_step = args.batch_step;
+  problem.dropout_origin = origin_of(args);
   problem.output_order =
       memory_order(args.query, static_cast<int64_t>(sizes.batch.size()) + (sizes.has_heads ? 3 : 2));
   return problem;

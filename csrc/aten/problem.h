@@ -41,8 +41,9 @@ struct Problem {
   Dims lead_begin;  // where a part begins in the lead dims of the call
   bool on_cpu;
   int64_t query_len, key_len, head_dim, value_dim;
-  at::ScalarType dtype;        // of query, key, value, output
+  at::ScalarType dtype;        // of query, key, value
   at::ScalarType accumulator;  // of scores, softmax and sums
+  at::ScalarType output_dtype, lse_dtype;
   double scale, softcap, dropout_p;
   Band band;
   MemoryOrder output_order;  // of its dims as the caller has them
@@ -55,6 +56,7 @@ struct Problem {
   at::Tensor dropout_seed;          // (seed dims, 1...) of as many dims as a score tensor
   int64_t seed_dims = 0;            // the leading batch dims that the seed covers
   int64_t first_batch, batch_step;  // of the draws, as in SdpaArgs
+  Origin dropout_origin;            // the same
 
   /// (lead, tail...)
   Dims with_tail(std::initializer_list<int64_t> tail) const;

@@ -39,13 +39,12 @@ SdpaOutputs forward_aten(const SdpaArgs& args, SideOutputs wanted) {
   return outputs.finish(args.query.options());
 }
 
-SdpaInputs backward_aten(const SdpaOutputs& grads, const SdpaArgs& args, const at::Tensor& output,
-                         const at::Tensor& lse, InputMask wanted) {
-  check_backward(grads, args, output, lse, wanted);
+SdpaInputs backward_aten(const SdpaOutputs& grads, const SdpaArgs& args, const SavedOutputs& saved,
+                         InputMask wanted) {
+  check_backward(grads, args, saved, wanted);
   if (args.sequences.defined()) {
     SdpaInputs gradients = gradients_by_sequence(args, [&](const SdpaArgs& one, const Sequence& sequence) {
-      const SdpaOutputs outputs = of_sequence(SdpaOutputs{output, lse, {}, {}}, sequence);
-      return backward_aten(of_sequence(grads, sequence), one, outputs.output, outputs.lse, wanted);
+      return backward_aten(of_sequence(grads, sequence), one, of_sequence(saved, sequence), wanted);
     });
     const auto lay_out = [](at::Tensor& gradient, const at::Tensor& input) {
       gradient = gradient.defined() ? in_order(gradient, memory_order(input, input.dim())) : gradient;
@@ -57,14 +56,17 @@ SdpaInputs backward_aten(const SdpaOutputs& grads, const SdpaArgs& args, const a
   }
   const Problem problem = make_problem(args);
   const OutputGrads canonical = canonical_grads(problem, grads);
+  const GivenRows rows = canonical_rows(problem, saved);
   WholeGradients gradients(problem);
   for_each_part(problem, [&](const Problem& part) {
     const OutputGrads part_grads = of_part(part, canonical);
+    const GivenRows part_rows = of_part(part, rows);
     GradientSums sums(part);
     for_each_chunk(part, [&](const ChunkBounds& bounds) {
-      const Chunk chunk = make_chunk(part, bounds);
+      const GivenRows given = narrow_rows(part_rows, bounds);
+      const Chunk chunk = make_chunk(part, bounds, given);
       const OutputGrads incoming = narrow_grads(part, part_grads, bounds);
-      const ScoreGrads scores = score_grads(part, chunk, incoming);
+      const ScoreGrads scores = score_grads(part, chunk, incoming, given.delta);
       if (wanted.query) {
         sums.add_query(query_grad(part, chunk, scores.products, chunk.key));
       }

@@ -7,8 +7,8 @@ namespace attn_ext {
 
 SdpaOutputs forward_aten(const SdpaArgs& args, SideOutputs wanted);
 
-/// `output` and `lse` are not read: scores and softmax are computed anew, chunk by chunk.
-SdpaInputs backward_aten(const SdpaOutputs& grads, const SdpaArgs& args, const at::Tensor& output,
-                         const at::Tensor& lse, InputMask wanted);
+/// What was saved is not read unless delta is given: scores and softmax are computed anew, chunk by chunk.
+SdpaInputs backward_aten(const SdpaOutputs& grads, const SdpaArgs& args, const SavedOutputs& saved,
+                         InputMask wanted);
 
 }  // namespace attn_ext

@@ -8,16 +8,16 @@ namespace attn_ext {
 
 #if TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 13)
 
-template <class Node>
-auto make_node() {
-  return c10::make_intrusive<Node>();
+template <class Node, class... Arguments>
+auto make_node(Arguments&&... arguments) {
+  return c10::make_intrusive<Node>(std::forward<Arguments>(arguments)...);
 }
 
 #else
 
-template <class Node>
-auto make_node() {
-  return std::shared_ptr<Node>(new Node(), torch::autograd::deleteNode);
+template <class Node, class... Arguments>
+auto make_node(Arguments&&... arguments) {
+  return std::shared_ptr<Node>(new Node(std::forward<Arguments>(arguments)...), torch::autograd::deleteNode);
 }
 
 #endif

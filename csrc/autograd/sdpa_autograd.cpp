@@ -6,12 +6,14 @@
 // order.
 
 #include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
 #include "../args.h"
 #include "../aten/tangents.h"
+#include "../checks.h"
 #include "compiled_autograd.h"
 #include "node_compat.h"
 
@@ -72,6 +74,7 @@ class SavedArgs {
       tensor(*variable);
     }
     std::apply([&](auto&... number) { (scalar(number), ...); }, scalars_of(self.scalars_));
+    std::apply([&](auto&... number) { (scalar(number), ...); }, part_fields(self.scalars_));
   }
 
  private:
@@ -87,6 +90,7 @@ void args_fields(SdpaArgs& args, F f) {
     f(*tensor);
   }
   std::apply([&](auto&... number) { (f(number), ...); }, scalars_of(args));
+  std::apply([&](auto&... number) { (f(number), ...); }, part_fields(args));
 }
 
 /// Undefined where there is none.
@@ -136,6 +140,12 @@ torch::autograd::edge_list input_edges(const SdpaArgs& args) {
 
 bool inputs_require_grad(const SdpaArgs& args) {
   return compute_requires_grad(args.query, args.key, args.value, args.attn_mask, args.sinks);
+}
+
+/// As of a call whose results have the dtypes of its inputs, as the gradients of these have to.
+SdpaArgs rounded(SdpaArgs args) {
+  args.unrounded = false;
+  return args;
 }
 
 /// Gradients of the gradients: the node behind `_sdpa_backward`.
@@ -222,8 +232,35 @@ struct SdpaBackwardBackward : public torch::autograd::Node {
   SavedVariable grad_output, grad_lse, grad_weights, grad_key_mass;
 };
 
-SdpaInputs backward_autograd(const SdpaOutputs& grads, const SdpaArgs& args, const at::Tensor& output,
-                             const at::Tensor& lse, InputMask wanted) {
+/// With a given delta, of which what the other parts of the call put into it is not known here.
+SdpaInputs backward_of_part(const SdpaOutputs& grads, const SdpaArgs& args, const SavedOutputs& saved,
+                            InputMask wanted) {
+  constexpr const char* kRefusal =
+      "attn_ext: expected no derivative of _sdpa_backward with a given delta, which is not of its inputs "
+      "alone";
+  TORCH_CHECK(!tangents_of(args).any_defined() && !tangents_of(grads).any_defined() &&
+                  !tangent_of(saved.lse).defined() && !tangent_of(saved.delta).defined(),
+              kRefusal);
+  const SdpaInputs result = [&] {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return call_backward(grads, args, saved, wanted);
+  }();
+  if (inputs_require_grad(args) ||
+      compute_requires_grad(grads.output, grads.lse, grads.weights, grads.key_mass, saved.lse, saved.delta)) {
+    const auto node = make_node<torch::autograd::Error>(
+        kRefusal, collect_next_edges(grads.output, grads.lse, grads.weights, grads.key_mass, args.query,
+                                     args.key, args.value, if_differentiable(args.attn_mask), args.sinks,
+                                     saved.lse, saved.delta));
+    set_history({result.query, result.key, result.value, result.attn_mask, result.sinks}, node);
+  }
+  return result;
+}
+
+SdpaInputs backward_autograd(const SdpaOutputs& grads, const SdpaArgs& args, const SavedOutputs& saved,
+                             InputMask wanted) {
+  if (saved.delta.defined()) {
+    return backward_of_part(grads, args, saved, wanted);
+  }
   decltype(make_node<SdpaBackwardBackward>()) node;
   if (inputs_require_grad(args) ||
       compute_requires_grad(grads.output, grads.lse, grads.weights, grads.key_mass)) {
@@ -233,7 +270,7 @@ SdpaInputs backward_autograd(const SdpaOutputs& grads, const SdpaArgs& args, con
       edges.push_back(std::move(edge));
     }
     node->set_next_edges(std::move(edges));
-    node->args.save(args);
+    node->args.save(rounded(args));
     node->grad_output = SavedVariable(grads.output, false);
     node->grad_lse = SavedVariable(grads.lse, false);
     node->grad_weights = SavedVariable(grads.weights, false);
@@ -241,7 +278,7 @@ SdpaInputs backward_autograd(const SdpaOutputs& grads, const SdpaArgs& args, con
   }
   const SdpaInputs result = [&] {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return call_backward(grads, args, output, lse, wanted);
+    return call_backward(grads, args, saved, wanted);
   }();
   if (node) {
     set_history({result.query, result.key, result.value, result.attn_mask, result.sinks}, node);
@@ -288,15 +325,20 @@ struct SdpaBackward : public torch::autograd::Node {
   Held hold() { return {args.unpack(), output.unpack(getptr()), lse.unpack(getptr()), wanted_of(*this, 5)}; }
 
   static variable_list run(const variable_list& incoming, const Held& held) {
-    const SdpaOutputs grads{incoming[0], incoming[1], incoming[2], incoming[3]};
+    const auto& [args, output, lse, wanted] = held;
+    const auto dtype = args.query.scalar_type();
+    const auto as = [](const at::Tensor& tensor, at::ScalarType type) {
+      return tensor.defined() && tensor.scalar_type() != type ? tensor.to(type) : tensor;
+    };
+    const SdpaOutputs grads{as(incoming[0], dtype), as(incoming[1], accumulation_dtype(dtype)), incoming[2],
+                            incoming[3]};
     variable_list result(5);
     if (!grads.any_defined()) {
       return result;
     }
-    const auto& [args, output, lse, wanted] = held;
     const InputMask inputs{wanted[0], wanted[1], wanted[2], wanted[3], wanted[4]};
     std::tie(result[0], result[1], result[2], result[3], result[4]) =
-        call_backward(grads, args, output, lse, inputs).to_tuple();
+        call_backward(grads, rounded(args), {as(output, dtype), lse, {}}, inputs).to_tuple();
     return result;
   }
 

@@ -32,9 +32,11 @@ void check_partials(at::TensorList outputs, at::TensorList lses) {
     TORCH_CHECK(lse.sym_sizes() == first.sym_sizes().slice(0, first.sym_sizes().size() - 1),
                 "attn_ext: expected lses in the shape of an output without its last dimension (outputs have ",
                 first.sym_sizes(), "), but got ", lse.sym_sizes(), " at place ", i);
-    TORCH_CHECK(lse.scalar_type() == accumulation_dtype(first.scalar_type()),
-                "attn_ext: expected lses of dtype ", accumulation_dtype(first.scalar_type()),
-                " with outputs of ", first.scalar_type(), ", but got ", lse.scalar_type(), " at place ", i);
+    const auto dtype = lse.scalar_type(), accumulated = accumulation_dtype(first.scalar_type());
+    TORCH_CHECK((dtype == accumulated || dtype == at::kDouble) && dtype == lses.front().scalar_type(),
+                "attn_ext: expected lses of dtype ", accumulated,
+                accumulated == at::kDouble ? "" : " or all of dtype Double", " with outputs of ",
+                first.scalar_type(), ", but got ", dtype, " at place ", i);
     TORCH_CHECK(lse.device() == first.device(), "attn_ext: expected lses on the device of the outputs (",
                 first.device(), "), but got ", lse.device(), " at place ", i);
   }
@@ -51,13 +53,15 @@ std::tuple<at::Tensor, at::Tensor> merge_partials_composite(at::TensorList outpu
   const at::Tensor shares = (parts - origin).exp();
   const at::Tensor sum = shares.sum(0), dead = sum.detach() == 0;
   const at::Tensor divisor = sum.masked_fill(dead, 1);
+  const auto accumulator = accumulation_dtype(outputs.front().scalar_type());
   const at::Tensor lse = (divisor.log() + origin).masked_fill(dead, kNothing);
   at::Tensor output;
   for (size_t i = 0; i < outputs.size(); ++i) {
     // What saw no key has no say, whatever its output is.
     const at::Tensor unseen = (lses[i].detach() == kNothing).unsqueeze(-1);
-    const at::Tensor part = outputs[i].to(lse.scalar_type()).masked_fill(unseen, 0);
-    const at::Tensor share = part * (shares.select(0, static_cast<int64_t>(i)) / divisor).unsqueeze(-1);
+    const at::Tensor part = outputs[i].to(accumulator).masked_fill(unseen, 0);
+    const at::Tensor weight = (shares.select(0, static_cast<int64_t>(i)) / divisor).to(accumulator);
+    const at::Tensor share = part * weight.unsqueeze(-1);
     output = output.defined() ? output + share : share;
   }
   output = output.to(outputs.front().scalar_type());

@@ -46,6 +46,11 @@ TensorView readable(Views& views, const at::Tensor& tensor) {
   return tensor.defined() ? views.matrix(tensor) : TensorView{};
 }
 
+/// A gradient in the dtype that it is given in.
+at::Tensor in_dtype_of(const SdpaArgs& args, const at::Tensor& gradient, const at::Tensor& input) {
+  return gradient.defined() ? gradient.to(gradient_dtype(args, input)) : gradient;
+}
+
 /// The call's parameters for some of its batches; the outgoing gradients of query, key and value are left.
 BackwardParams slice_of(const BackwardParams& whole, int64_t batch, int64_t batches, int64_t element_bytes,
                         int64_t accumulator_bytes, int64_t mask_bytes, int64_t sink_bytes) {
@@ -61,8 +66,14 @@ BackwardParams slice_of(const BackwardParams& whole, int64_t batch, int64_t batc
   }
   slice.rule.mask = from_batch(whole.rule.mask, batch, mask_bytes);
   slice.rule.sinks = from_batch(whole.rule.sinks, batch, sink_bytes);
-  const int64_t heads_before = batch * whole.shape.query_heads;
-  slice.lse = static_cast<const char*>(whole.lse) + heads_before * whole.shape.query_len * accumulator_bytes;
+  const int64_t heads_before = batch * whole.shape.query_heads, rows_before = heads_before * whole.lse_stride;
+  slice.lse = static_cast<const char*>(whole.lse) + rows_before * accumulator_bytes;
+  if (whole.delta != nullptr) {
+    slice.delta = static_cast<const char*>(whole.delta) + rows_before * accumulator_bytes;
+  }
+  if (whole.double_lse != nullptr) {
+    slice.double_lse = whole.double_lse + rows_before;
+  }
   if (whole.grad_sinks != nullptr) {
     slice.grad_sinks = static_cast<char*>(whole.grad_sinks) + heads_before * accumulator_bytes;
   }
@@ -77,9 +88,12 @@ BackwardParams sequence_of(const BackwardParams& slice, const Sequence& sequence
                            int64_t count, int64_t sink_grads, int64_t element_bytes,
                            int64_t accumulator_bytes) {
   BackwardParams one = of_sequence(slice, sequence, number, count, element_bytes, accumulator_bytes);
-  const auto grad_from_row = [&](GradView& view, int64_t row) {
-    view = {from_row(view, row, view.wide ? accumulator_bytes : element_bytes), view.wide};
+  const auto grad_from_row = [&](ResultView& view, int64_t row) {
+    view = from_row(view, row, element_bytes, accumulator_bytes);
   };
+  if (slice.delta != nullptr) {
+    one.delta = static_cast<const char*>(slice.delta) + sequence.query_begin * accumulator_bytes;
+  }
   one.grad_output = from_row(slice.grad_output, sequence.query_begin, element_bytes);
   one.grad_lse = from_row(slice.grad_lse, sequence.query_begin, accumulator_bytes);
   grad_from_row(one.grad_query, sequence.query_begin);
@@ -94,12 +108,12 @@ BackwardParams sequence_of(const BackwardParams& slice, const Sequence& sequence
 /// Everything that the kernels write to.
 struct OutgoingGrads {
   OutgoingGrads(const SdpaArgs& args, InputMask wanted, Inputs& inputs)
-      : query(args.query, wanted.query, inputs.views, inputs.sizes, inputs.sizes.heads,
-              inputs.sizes.query_len, inputs.sizes.head_dim),
-        key(args.key, wanted.key, inputs.views, inputs.sizes, inputs.params.shape.key_heads,
-            inputs.sizes.key_len, inputs.sizes.head_dim),
-        value(args.value, wanted.value, inputs.views, inputs.sizes, inputs.params.shape.key_heads,
-              inputs.sizes.key_len, inputs.sizes.value_dim) {
+      : query(args.query, gradient_dtype(args, args.query), wanted.query, inputs.views, inputs.sizes,
+              inputs.sizes.heads, inputs.sizes.head_dim),
+        key(args.key, gradient_dtype(args, args.key), wanted.key, inputs.views, inputs.sizes,
+            inputs.params.shape.key_heads, inputs.sizes.head_dim),
+        value(args.value, gradient_dtype(args, args.value), wanted.value, inputs.views, inputs.sizes,
+              inputs.params.shape.key_heads, inputs.sizes.value_dim) {
     const CallSizes& sizes = inputs.sizes;
     const auto accumulated = args.query.options().dtype(accumulation_dtype(args.query.scalar_type()));
     if (wanted.attn_mask) {
@@ -130,11 +144,34 @@ struct OutgoingGrads {
   at::Tensor sinks;  // (sequences, batch, heads), the same
 };
 
+/// What a forward pass has saved, as the kernels want it.
+struct SavedRows {
+  SavedRows(const SavedOutputs& saved, at::ScalarType accumulator)
+      : lse(saved.lse.to(accumulator).contiguous()) {
+    if (!saved.delta.defined()) {
+      output = saved.output;
+      return;
+    }
+    delta = saved.delta.contiguous();
+    if (saved.lse.scalar_type() != accumulator) {
+      double_lse = saved.lse.contiguous();
+    }
+  }
+
+  at::Tensor output, lse, delta, double_lse;  // lse in the dtype of accumulation; the others may be undefined
+};
+
 BackwardParams params_of(Inputs& inputs, const IncomingGrads& incoming, const OutgoingGrads& outgoing,
-                         const at::Tensor& output, const at::Tensor& lse) {
+                         const SavedRows& saved) {
   auto params = params_over<BackwardParams>(inputs);
-  params.output = inputs.views.matrix(output);
-  params.lse = lse.const_data_ptr();
+  params.output = readable(inputs.views, saved.output);
+  params.lse = saved.lse.const_data_ptr();
+  if (saved.delta.defined()) {
+    params.delta = saved.delta.const_data_ptr();
+  }
+  if (saved.double_lse.defined()) {
+    params.double_lse = saved.double_lse.const_data_ptr<double>();
+  }
   params.lse_stride = inputs.sizes.query_len;
   params.grad_output = readable(inputs.views, incoming.output);
   params.grad_lse = readable(inputs.views, incoming.lse);
@@ -150,20 +187,20 @@ BackwardParams params_of(Inputs& inputs, const IncomingGrads& incoming, const Ou
   return params;
 }
 
-SdpaInputs backward_cpu(const SdpaOutputs& grads, const SdpaArgs& args, const at::Tensor& output,
-                        const at::Tensor& lse, InputMask wanted) {
+SdpaInputs backward_cpu(const SdpaOutputs& grads, const SdpaArgs& args, const SavedOutputs& saved,
+                        InputMask wanted) {
   const OneThreadInForkedChild guard;
   const KernelTable* table = kernels_in_use();
   if (table == nullptr) {
-    return backward_aten(grads, args, output, lse, wanted);
+    return backward_aten(grads, args, saved, wanted);
   }
-  Inputs inputs(args, check_backward(grads, args, output, lse, wanted));
+  Inputs inputs(args, check_backward(grads, args, saved, wanted));
   const CallSizes& sizes = inputs.sizes;
   const auto dtype = args.query.scalar_type();
   const IncomingGrads incoming(grads, dtype);
   const OutgoingGrads outgoing(args, wanted, inputs);
-  const at::Tensor plain_lse = lse.contiguous();
-  const BackwardParams params = params_of(inputs, incoming, outgoing, output, plain_lse);
+  const SavedRows rows(saved, accumulation_dtype(dtype));
+  const BackwardParams params = params_of(inputs, incoming, outgoing, rows);
   const auto bytes_of = [](const at::Tensor& t) {
     return t.defined() ? static_cast<int64_t>(t.element_size()) : 0;
   };
@@ -177,7 +214,7 @@ SdpaInputs backward_cpu(const SdpaOutputs& grads, const SdpaArgs& args, const at
   }
   for (int64_t batch = 0; batch < sizes.batch; batch += outgoing.slice) {
     const int64_t batches = std::min(outgoing.slice, sizes.batch - batch);
-    BackwardParams part = slice_of(params, batch, batches, bytes_of(args.query), bytes_of(plain_lse),
+    BackwardParams part = slice_of(params, batch, batches, bytes_of(args.query), bytes_of(rows.lse),
                                    bytes_of(args.attn_mask), bytes_of(args.sinks));
     part.grad_query = outgoing.query.slice_from(batch);
     part.grad_key = outgoing.key.slice_from(batch);
@@ -187,7 +224,7 @@ SdpaInputs backward_cpu(const SdpaOutputs& grads, const SdpaArgs& args, const at
       std::vector<BackwardParams> problems;
       for (int64_t i = 0; i < std::ssize(sequences); ++i) {
         problems.push_back(sequence_of(part, sequences[static_cast<size_t>(i)], i, std::ssize(sequences),
-                                       sizes.batch * sizes.heads, bytes_of(args.query), bytes_of(plain_lse)));
+                                       sizes.batch * sizes.heads, bytes_of(args.query), bytes_of(rows.lse)));
       }
       run_problems(kernels_of(table->backward, dtype), problems);
     } else {
@@ -196,8 +233,8 @@ SdpaInputs backward_cpu(const SdpaOutputs& grads, const SdpaArgs& args, const at
     outgoing.add_slice(batch, batches, threads);
   }
   return {outgoing.query.result(), outgoing.key.result(), outgoing.value.result(),
-          wanted.attn_mask ? outgoing.mask.to(args.attn_mask.scalar_type()) : outgoing.mask,
-          sum_sinks(inputs.views, sizes, outgoing.sinks, args.sinks)};
+          in_dtype_of(args, outgoing.mask, args.attn_mask),
+          in_dtype_of(args, sum_sinks(inputs.views, sizes, outgoing.sinks, args.sinks), args.sinks)};
 }
 
 }  // namespace

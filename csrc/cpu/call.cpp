@@ -70,6 +70,11 @@ DropoutRule dropout_of(const SdpaArgs& args, const CallSizes& sizes, at::Tensor&
   dropout.keep_scale = drops_all ? 0.0 : 1.0 / (1.0 - args.dropout_p);
   dropout.seeds = seeds.const_data_ptr<int64_t>();
   dropout.batches_per_seed = std::max<int64_t>(sizes.batch / std::max<int64_t>(seeds.numel(), 1), 1);
+  const auto [batch, head, row, column] = origin_of(args);
+  dropout.batch_origin = batch;
+  dropout.head_origin = head;
+  dropout.row_origin = row;
+  dropout.chunk_origin = column / 64;
   return dropout;
 }
 

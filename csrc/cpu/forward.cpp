@@ -25,7 +25,7 @@ void run_packed_forward(const KernelTable& table, const SdpaArgs& args, const Fo
                         const std::vector<Sequence>& sequences, const SdpaOutputs& outputs) {
   fill_gaps(has_gaps(sequences, &Sequence::query_len, params.shape.query_len), outputs);
   const auto count = static_cast<int64_t>(sequences.size());
-  const auto bytes = static_cast<int64_t>(outputs.output.element_size());
+  const auto bytes = static_cast<int64_t>(args.query.element_size());
   const auto accumulator_bytes =
       static_cast<int64_t>(c10::elementSize(accumulation_dtype(args.query.scalar_type())));
   std::vector<ForwardParams> problems;
@@ -50,11 +50,15 @@ SdpaOutputs forward_cpu(const SdpaArgs& args, SideOutputs wanted) {
   const auto accumulated = accumulation_dtype(dtype);
 
   SdpaOutputs outputs;
-  outputs.output = empty_output_like(args.query, sizes);
-  outputs.lse = empty_output(sizes, {sizes.query_len}, accumulated);
+  outputs.output = empty_output_like(args.query, sizes, output_dtype(args));
+  outputs.lse = empty_output(sizes, {sizes.query_len}, lse_dtype(args));
   auto params = params_over<ForwardParams>(inputs);
   add_output(inputs, params, outputs.output);
-  params.lse = outputs.lse.mutable_data_ptr();
+  if (lse_dtype(args) == accumulated) {
+    params.lse = outputs.lse.mutable_data_ptr();
+  } else {
+    params.double_lse = outputs.lse.mutable_data_ptr<double>();
+  }
   params.lse_stride = sizes.query_len;
   if (wanted.weights) {
     outputs.weights = empty_output(sizes, {sizes.query_len, sizes.key_len}, dtype);
@@ -87,7 +91,7 @@ at::Tensor output_cpu(const SdpaArgs& args, const std::vector<Sequence>* sequenc
   Inputs inputs(args, check_args(args));
   const CallSizes& sizes = inputs.sizes;
   const auto dtype = args.query.scalar_type();
-  at::Tensor output = empty_output_like(args.query, sizes);
+  at::Tensor output = empty_output_like(args.query, sizes, dtype);
   auto params = params_over<ForwardParams>(inputs);
   add_output(inputs, params, output);
   if (sequences != nullptr) {

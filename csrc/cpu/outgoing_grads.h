@@ -30,18 +30,22 @@ inline TensorView from_batch(TensorView view, int64_t batch, int64_t element_byt
 /// after batch and head after head, whatever the slices and the threads.
 class OutgoingGrad {
  public:
-  OutgoingGrad(const at::Tensor& input, bool wanted, Views& views, const CallSizes& sizes, int64_t heads,
-               int64_t rows, int64_t columns)
-      : heads_(heads), matrix_size_(rows * columns), dtype_(input.scalar_type()) {
+  OutgoingGrad(const at::Tensor& input, at::ScalarType dtype, bool wanted, Views& views,
+               const CallSizes& sizes, int64_t heads, int64_t columns)
+      : heads_(heads),
+        matrix_size_(input.size(-2) * columns),
+        dtype_(dtype),
+        is_wide_(dtype != input.scalar_type()) {
     if (!wanted) {
       return;
     }
     is_sum_ = input.numel() != sizes.batch * heads * matrix_size_;
-    const auto accumulated = input.options().dtype(accumulation_dtype(dtype_));
+    const auto options = input.options().dtype(dtype_);
+    const auto accumulated = options.dtype(accumulation_dtype(dtype_));
     order_ = memory_order(input, input.dim());
     grad_ = is_sum_ ? at::zeros(input.sizes(), accumulated)
                     : with_huge_pages(at::empty_strided(
-                          input.sizes(), dense_strides<int64_t>(input.sizes(), order_), input.options()));
+                          input.sizes(), dense_strides<int64_t>(input.sizes(), order_), options));
     view_ = views.writable(grad_);
     view_.column_stride = 1;
   }
@@ -70,11 +74,11 @@ class OutgoingGrad {
   }
 
   /// Where the kernels write the gradients of a slice that begins with this batch.
-  GradView slice_from(int64_t batch) const {
+  ResultView slice_from(int64_t batch) const {
     if (is_sum_ || !grad_.defined()) {
       return slice_view_;
     }
-    return {from_batch(view_, batch, grad_.element_size())};
+    return {from_batch(view_, batch, grad_.element_size()), is_wide_};
   }
 
   void add_slice(int64_t batch, int64_t batches, int threads) const {
@@ -112,15 +116,16 @@ class OutgoingGrad {
 
   int64_t heads_, matrix_size_;
   at::ScalarType dtype_;
+  bool is_wide_;
   bool is_sum_ = false;
   MemoryOrder order_;
   at::Tensor grad_;  // in the input's own shape; a sum is contiguous until it is handed out
   TensorView view_;  // of it
   at::Tensor slice_;
-  GradView slice_view_;
+  ResultView slice_view_;
 };
 
-/// The gradients of sinks, (sequences, batch, Hq), in the shape of the sinks.
+/// The gradients of sinks, (sequences, batch, Hq), in the shape of the sinks and in their own dtype.
 inline at::Tensor sum_sinks(Views& views, const CallSizes& sizes, const at::Tensor& grads,
                             const at::Tensor& sinks) {
   if (!grads.defined()) {
@@ -140,7 +145,7 @@ inline at::Tensor sum_sinks(Views& views, const CallSizes& sizes, const at::Tens
   };
   grads.scalar_type() == at::kDouble ? add(static_cast<double*>(sums), grads.const_data_ptr<double>())
                                      : add(static_cast<float*>(sums), grads.const_data_ptr<float>());
-  return sum.to(sinks.scalar_type());
+  return sum;
 }
 
 }  // namespace attn_ext::cpu

@@ -17,14 +17,14 @@ inline at::Tensor empty_output(const CallSizes& sizes, std::initializer_list<int
   return at::Tensor(with_huge_pages(at::detail::empty_cpu(sizes.output_shape(tail), dtype)));
 }
 
-inline at::Tensor empty_output_like(const at::Tensor& query, const CallSizes& sizes) {
+inline at::Tensor empty_output_like(const at::Tensor& query, const CallSizes& sizes, at::ScalarType dtype) {
   const auto shape = sizes.output_shape({sizes.query_len, sizes.value_dim});
   const auto strides = dense_strides<int64_t>(shape, memory_order(query, static_cast<int64_t>(shape.size())));
-  return at::Tensor(with_huge_pages(at::detail::empty_strided_cpu(shape, strides, query.scalar_type())));
+  return at::Tensor(with_huge_pages(at::detail::empty_strided_cpu(shape, strides, dtype)));
 }
 
 inline void add_output(Inputs& inputs, ForwardParams& params, const at::Tensor& output) {
-  params.output = inputs.views.writable(output);
+  params.output = {inputs.views.writable(output), kind_of(output.scalar_type()) != params.shape.dtype};
   params.output.column_stride = 1;
 }
 

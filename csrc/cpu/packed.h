@@ -21,6 +21,13 @@ inline TensorView from_row(TensorView view, int64_t row, int64_t element_bytes) 
   return view;
 }
 
+inline ResultView from_row(ResultView view, int64_t row, int64_t element_bytes, int64_t accumulator_bytes) {
+  return {from_row(view, row, view.wide ? accumulator_bytes : element_bytes), view.wide};
+}
+inline TensorView from_row(TensorView view, int64_t row, int64_t element_bytes, int64_t) {
+  return from_row(view, row, element_bytes);
+}
+
 /// What of both passes' parameters is a sequence's.
 template <class Params>
 Params of_sequence(const Params& whole, const Sequence& sequence, int64_t number, int64_t count,
@@ -35,10 +42,13 @@ Params of_sequence(const Params& whole, const Sequence& sequence, int64_t number
   one.query = from_row(whole.query, sequence.query_begin, element_bytes);
   one.key = from_row(whole.key, sequence.key_begin, element_bytes);
   one.value = from_row(whole.value, sequence.key_begin, element_bytes);
-  one.output = from_row(whole.output, sequence.query_begin, element_bytes);
+  one.output = from_row(whole.output, sequence.query_begin, element_bytes, accumulator_bytes);
   if (whole.lse != nullptr) {
     one.lse =
         const_cast<char*>(static_cast<const char*>(whole.lse)) + sequence.query_begin * accumulator_bytes;
+  }
+  if (whole.double_lse != nullptr) {
+    one.double_lse = whole.double_lse + sequence.query_begin;
   }
   return one;
 }

@@ -66,7 +66,7 @@ SdpaOutputs paged_cpu(const PagedCall& call, bool wants_lse) {
   const CallSizes& sizes = inputs.sizes;
 
   SdpaOutputs outputs;
-  outputs.output = empty_output_like(args.query, sizes);
+  outputs.output = empty_output_like(args.query, sizes, dtype);
   auto params = params_over<ForwardParams>(inputs);
   params.key = page_view(call.key_pages);
   params.value = page_view(call.value_pages);

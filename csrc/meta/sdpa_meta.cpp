@@ -11,19 +11,20 @@ namespace attn_ext {
 
 namespace {
 
-at::Tensor empty_in_order_of(const at::Tensor& input, c10::SymIntArrayRef sizes) {
+at::Tensor empty_in_order_of(const at::Tensor& input, c10::SymIntArrayRef sizes, at::ScalarType dtype) {
   const MemoryOrder order = memory_order(input, static_cast<int64_t>(sizes.size()));
-  return at::empty_strided_symint(sizes, dense_strides<c10::SymInt>(sizes, order), input.options());
+  return at::empty_strided_symint(sizes, dense_strides<c10::SymInt>(sizes, order),
+                                  input.options().dtype(dtype));
 }
 
 SdpaOutputs forward_meta(const SdpaArgs& args, SideOutputs wanted) {
   const SdpaSizes sizes = check_args(args);
   check_packed(args, wanted);
   const auto options = args.query.options();
-  const auto accumulated = options.dtype(accumulation_dtype(args.query.scalar_type()));
   SdpaOutputs outputs;
-  outputs.output = empty_in_order_of(args.query, sizes.with_tail({sizes.query_len, sizes.value_dim}));
-  outputs.lse = at::empty_symint(sizes.with_tail({sizes.query_len}), accumulated);
+  outputs.output =
+      empty_in_order_of(args.query, sizes.with_tail({sizes.query_len, sizes.value_dim}), output_dtype(args));
+  outputs.lse = at::empty_symint(sizes.with_tail({sizes.query_len}), options.dtype(lse_dtype(args)));
   if (wanted.weights) {
     outputs.weights = at::empty_symint(sizes.with_tail({sizes.query_len, sizes.key_len}), options);
   }
@@ -33,15 +34,16 @@ SdpaOutputs forward_meta(const SdpaArgs& args, SideOutputs wanted) {
   return outputs;
 }
 
-at::Tensor empty_gradient(const at::Tensor& input, bool wanted) {
-  return wanted ? at::empty_symint(input.sym_sizes(), input.options()) : at::Tensor();
-}
-
-SdpaInputs backward_meta(const SdpaOutputs& grads, const SdpaArgs& args, const at::Tensor& output,
-                         const at::Tensor& lse, InputMask wanted) {
-  check_backward(grads, args, output, lse, wanted);
-  const auto gradient_in_order = [](const at::Tensor& input, bool is_wanted) {
-    return is_wanted ? empty_in_order_of(input, input.sym_sizes()) : at::Tensor();
+SdpaInputs backward_meta(const SdpaOutputs& grads, const SdpaArgs& args, const SavedOutputs& saved,
+                         InputMask wanted) {
+  check_backward(grads, args, saved, wanted);
+  const auto gradient_in_order = [&](const at::Tensor& input, bool is_wanted) {
+    return is_wanted ? empty_in_order_of(input, input.sym_sizes(), gradient_dtype(args, input))
+                     : at::Tensor();
+  };
+  const auto empty_gradient = [&](const at::Tensor& input, bool is_wanted) {
+    return is_wanted ? at::empty_symint(input.sym_sizes(), input.options().dtype(gradient_dtype(args, input)))
+                     : at::Tensor();
   };
   return {gradient_in_order(args.query, wanted.query), gradient_in_order(args.key, wanted.key),
           gradient_in_order(args.value, wanted.value), empty_gradient(args.attn_mask, wanted.attn_mask),

@@ -20,6 +20,8 @@ struct Case {
   bool sinks = false;
   double dropout = 0;
   bool weights = false, key_mass = false;
+  bool unrounded = false;                  // output in the dtype of accumulation, lse in double
+  int64_t origin[4] = {0, 0, 0, 0};        // of batch, head, row and chunk of columns in the draws
   int poison_keys = 0, poison_values = 0;  // NaN and Inf put in so many places
   int threads = 1;
 };
@@ -78,8 +80,8 @@ Inputs make_inputs(const Case& c, uint32_t seed) {
 cpu::ForwardParams make_params(const Case& c, const Inputs& in, Outputs& out) {
   const ScalarKind wide = accumulator(c.dtype);
   const Placement dense{.edge = c.placement.edge};
-  out.output = Tensor(c.dtype, c.batch, c.query_heads, c.query_len, c.value_dim, dense);
-  out.lse = Tensor(wide, c.batch, c.query_heads, 1, c.query_len, dense);
+  out.output = Tensor(c.unrounded ? wide : c.dtype, c.batch, c.query_heads, c.query_len, c.value_dim, dense);
+  out.lse = Tensor(c.unrounded ? ScalarKind::kFloat64 : wide, c.batch, c.query_heads, 1, c.query_len, dense);
   if (c.weights) out.weights = Tensor(c.dtype, c.batch, c.query_heads, c.query_len, c.key_len, dense);
   if (c.key_mass) {
     out.key_mass = Tensor(wide, c.batch, c.query_heads, 1, c.key_len, dense);
@@ -91,8 +93,12 @@ cpu::ForwardParams make_params(const Case& c, const Inputs& in, Outputs& out) {
   p.query = in.query.view;
   p.key = in.key.view;
   p.value = in.value.view;
-  p.output = out.output.view;
-  p.lse = out.lse.view.data;
+  p.output = {out.output.view, c.unrounded};
+  if (c.unrounded) {
+    p.double_lse = static_cast<double*>(out.lse.view.data);
+  } else {
+    p.lse = out.lse.view.data;
+  }
   p.lse_stride = c.query_len;
   if (*c.mask) {
     p.rule.mask_kind = c.mask_kind;
@@ -108,6 +114,8 @@ cpu::ForwardParams make_params(const Case& c, const Inputs& in, Outputs& out) {
     p.dropout.keep_scale = 1 / (1 - c.dropout);
     p.dropout.seeds = &in.seed;
     p.dropout.batches_per_seed = c.batch;
+    p.dropout.batch_origin = c.origin[0], p.dropout.head_origin = c.origin[1];
+    p.dropout.row_origin = c.origin[2], p.dropout.chunk_origin = c.origin[3];
   }
   if (c.weights) p.weights = out.weights.view;
   if (c.key_mass) p.key_mass = out.key_mass.view.data;
@@ -170,8 +178,9 @@ void compare_row(const Case& c, const Inputs& in, const Outputs& out, int64_t b,
       w = weight[static_cast<size_t>(j)] / sum;
       if (c.dropout > 0) {
         const uint32_t draw =
-            philox_draw(static_cast<uint64_t>(in.seed), static_cast<uint32_t>(b), static_cast<uint32_t>(h),
-                        static_cast<uint32_t>(i), static_cast<uint32_t>(j));
+            philox_draw(static_cast<uint64_t>(in.seed), static_cast<uint32_t>(b + c.origin[0]),
+                        static_cast<uint32_t>(h + c.origin[1]), static_cast<uint32_t>(i + c.origin[2]),
+                        static_cast<uint32_t>(j + 64 * c.origin[3]));
         w *= draw >= static_cast<uint32_t>(std::floor(c.dropout * 4294967296.0)) ? 1 / (1 - c.dropout) : 0.0;
       }
       for (int64_t d = 0; d < c.value_dim; ++d) row[static_cast<size_t>(d)] += w * in.value.at(b, hk, j, d);
@@ -538,6 +547,13 @@ std::vector<Case> cases() {
         c.dropout = 0.5;
         c.rule.window_left = 20;
         c.name = "poison, dropout " + size;
+      });
+      add("", [&](Case& c) {
+        sized(c, lq, lk, 8, 20);
+        c.name = "unrounded " + size;
+        c.unrounded = c.sinks = true;
+        c.dropout = 0.5;
+        c.origin[0] = 3, c.origin[1] = 1 << 20, c.origin[2] = (int64_t{1} << 31) - 1, c.origin[3] = 1 << 24;
       });
     }
   }

@@ -104,7 +104,7 @@ cpu::ForwardParams make_params(const Case& c, const Tensor& query, Results& out)
   p.rule.window_right = 0;
   p.rule.query_offset = c.key_len - c.query_len;
   p.query = query.view;
-  p.output = out.output.view;
+  p.output = {out.output.view};
   p.lse = out.lse.view.data;
   p.lse_stride = c.query_len;
   return p;

@@ -16,7 +16,7 @@ ATTN_EXT_INLINE bool keys_centre(const BackwardParams& params) {
   const ScoreRule& rule = params.rule;
   return sizeof(typename S::Element) == 2 && !S::kPaired && rule.mask_kind == ScalarKind::kNone &&
          rule.sinks_kind == ScalarKind::kNone && rule.softcap == 0 && rule.window_left < 0 &&
-         rule.window_right < 0 && params.grad_lse.data == nullptr;
+         rule.window_right < 0 && params.grad_lse.data == nullptr && params.delta == nullptr;
 }
 
 constexpr int64_t kCentreKeys = 256;

@@ -20,6 +20,7 @@ ATTN_EXT_INLINE BackwardPath backward_path(const BackwardParams& params) {
 // dS sums to 0 along a row only with the very delta that P dP gives: a bias that is the same for all keys has
 // nothing but such sums as its gradient.
 ATTN_EXT_INLINE bool needs_exact_delta(const BackwardParams& params) {
+  if (params.delta != nullptr) return false;
   const bool sums_rows =
       params.grad_mask.data != nullptr && params.grad_mask.column_stride == 0 && params.shape.key_len > 1;
   return params.grad_weights.data != nullptr || params.grad_key_mass.data != nullptr || sums_rows;

@@ -54,6 +54,22 @@ ATTN_EXT_INLINE const typename S::Accum* lse_rows(const BackwardParams& params, 
          (batch * params.shape.query_heads + head) * params.lse_stride;
 }
 
+// delta of the rows of a head, where the caller gives it; else null.
+template <typename S>
+ATTN_EXT_INLINE const typename S::Accum* given_delta(const BackwardParams& params, int64_t batch,
+                                                     int64_t head) {
+  if (params.delta == nullptr) return nullptr;
+  return static_cast<const typename S::Accum*>(params.delta) +
+         (batch * params.shape.query_heads + head) * params.lse_stride;
+}
+
+// As exactly as the caller gives it.
+template <typename S>
+ATTN_EXT_INLINE double lse_of_row(const BackwardParams& params, int64_t batch, int64_t head, int64_t row) {
+  if (params.double_lse == nullptr) return static_cast<double>(lse_rows<S>(params, batch, head)[row]);
+  return params.double_lse[(batch * params.shape.query_heads + head) * params.lse_stride + row];
+}
+
 // In units of log2. An infinite one is of a row with an infinite score or sink, whose weights are all NaN.
 template <typename T>
 ATTN_EXT_INLINE T log2_lse(T lse) {
@@ -137,20 +153,43 @@ ATTN_EXT_INLINE FarRow<T> far_row(T row_max, T row_sum, T sink) {
   return {top, 1 / (row_sum * share(row_max) + share(log2_sink))};
 }
 
+// The same where these keys are a part of what lse, natural, is over. Their weights sum up to 1 at most: that
+// is what is known where lse is so far from 0 that not even a double holds more than the maximum.
+template <typename T>
+ATTN_EXT_INLINE FarRow<T> far_row_of_part(T row_max, T row_sum, double lse) {
+  const double exponent = static_cast<double>(row_max) - lse * kLog2E;
+  const double share = exp2<double>(broadcast(exponent < 0 ? exponent : 0))[0];
+  const double most = 1 / static_cast<double>(row_sum);
+  return {row_max, static_cast<T>(share < most ? share : most)};
+}
+
+// By the maximum and the sum of a row that is far.
+template <typename S>
+ATTN_EXT_INLINE FarRow<typename S::Accum> far_row(const BackwardParams& params, int64_t batch, int64_t head,
+                                                  int64_t row, typename S::Accum row_max,
+                                                  typename S::Accum row_sum) {
+  using T = typename S::Accum;
+  if (params.delta != nullptr) {
+    return far_row_of_part<T>(row_max, row_sum, lse_of_row<S>(params, batch, head, row));
+  }
+  return far_row<T>(row_max, row_sum, sink_of<typename S::Element>(params.rule, batch, head));
+}
+
 // From the maxima and sums of far rows to what their weights are made of.
 template <typename S>
-void finish_far_rows(const RowTerms<S>& terms, int64_t rows, typename S::Accum sink) {
+void finish_far_rows(const BackwardParams& params, const RowTerms<S>& terms, int64_t batch, int64_t head,
+                     Range rows) {
   using T = typename S::Accum;
-  for (int64_t r = 0; r < rows; ++r) {
+  for (int64_t r = 0; r < rows.end - rows.begin; ++r) {
     if (!is_far(terms.lse[r]) || terms.row_max[r] == -kInfinity<T>) continue;
-    const FarRow<T> row = far_row(terms.row_max[r], terms.row_sum[r], sink);
+    const FarRow<T> row = far_row<S>(params, batch, head, rows.begin + r, terms.row_max[r], terms.row_sum[r]);
     terms.lse[r] = row.top;
     terms.row_scale[r] = row.scale;
   }
 }
 
-// lse, and delta = rowsum(dO O) - dLse unless it is to be made of P dP; `padded` terms, of which those past
-// the rows are of dead ones.
+// lse, and delta = rowsum(dO O) - dLse unless it is given or to be made of P dP; `padded` terms, of which
+// those past the rows are of dead ones.
 template <typename S>
 void set_row_terms(const BackwardParams& params, const RowTerms<S>& terms, int64_t batch, int64_t head,
                    Range rows, int64_t padded, bool exact_delta) {
@@ -158,18 +197,20 @@ void set_row_terms(const BackwardParams& params, const RowTerms<S>& terms, int64
   using T = typename S::Accum;
   const int64_t first = rows.begin, count = rows.end - rows.begin;
   const AttentionShape& shape = params.shape;
-  const bool from_output = params.grad_output.data != nullptr && !exact_delta;
+  const T* given = given_delta<S>(params, batch, head);
+  const bool from_output = params.grad_output.data != nullptr && !exact_delta && given == nullptr;
   const Matrix<Element> grad =
       rows_of<Element>(params.grad_output, batch, head, first, count, shape.value_dim);
   const Matrix<Element> output = rows_of<Element>(params.output, batch, head, first, count, shape.value_dim);
   const T* lse = lse_rows<S>(params, batch, head) + first;
   *terms.has_dead_rows = 0;
   *terms.has_far_rows = 0;
-  *terms.may_have_bad_grads = exact_delta;
+  *terms.may_have_bad_grads = exact_delta || given != nullptr;
   for (int64_t r = 0; r < padded; ++r) {
     const bool live = r < count && !is_dead(params.rule, batch, head, first + r, lse[r]);
     terms.lse[r] = live ? log2_lse<T>(lse[r]) : kInfinity<T>;
     terms.delta[r] = live && from_output ? dot_of_row(grad, output, r) : 0;
+    if (live && given != nullptr) terms.delta[r] = given[first + r];
     if (!(terms.delta[r] - terms.delta[r] == 0)) {
       *terms.may_have_bad_grads = 1;
       if (!sees_any<Element>(params.rule, shape.key_len, batch, head, first + r)) terms.delta[r] = 0;
@@ -197,6 +238,16 @@ ATTN_EXT_INLINE typename S::Accum& grad_sink(const BackwardParams& params, int64
   return static_cast<typename S::Accum*>(params.grad_sinks)[batch * params.shape.query_heads + head];
 }
 
+// delta - dLse of a row as it is given, also of one that sees none of these keys.
+template <typename S>
+ATTN_EXT_INLINE typename S::Accum given_row_delta(const BackwardParams& params, int64_t batch, int64_t head,
+                                                  int64_t row) {
+  using T = typename S::Accum;
+  const T delta = given_delta<S>(params, batch, head)[row];
+  if (params.grad_lse.data == nullptr) return delta;
+  return delta - *row_pointer<const T>(params.grad_lse, batch, head, row);
+}
+
 // dsink = sum over the rows of exp(sink - lse) (dLse - delta), delta less dLse being delta_of(row).
 template <typename S, typename DeltaOf>
 ATTN_EXT_INLINE void store_sink(const BackwardParams& params, int64_t batch, int64_t head, DeltaOf delta_of) {
@@ -207,7 +258,8 @@ ATTN_EXT_INLINE void store_sink(const BackwardParams& params, int64_t batch, int
   T sum = 0;
   for (int64_t i = 0; i < params.shape.query_len; ++i) {
     if (lse[i] == -kInfinity<T> || sink == -kInfinity<T>) continue;
-    sum -= sink_share(sink, lse[i]) * delta_of(i);
+    const T delta = params.delta != nullptr ? given_row_delta<S>(params, batch, head, i) : delta_of(i);
+    sum -= sink_share(sink, lse[i]) * delta;
   }
   grad_sink<S>(params, batch, head) = sum;
 }

@@ -53,7 +53,7 @@ void write_scaled_row(const T* from, Out* to, int64_t count, Vec<T> scale) {
 
 // A row of a gradient, scale * from. Streamed: past the caches, where it lies as that needs.
 template <typename S>
-void write_gradient_row(const typename S::Accum* from, const GradView& grad, int64_t batch, int64_t head,
+void write_gradient_row(const typename S::Accum* from, const ResultView& grad, int64_t batch, int64_t head,
                         int64_t row, int64_t count, typename S::Accum scale, bool streamed = false) {
   using T = typename S::Accum;
   using Element = typename S::Element;
@@ -67,7 +67,7 @@ void write_gradient_row(const typename S::Accum* from, const GradView& grad, int
 }
 
 template <typename S>
-void clear_gradient_row(const GradView& grad, int64_t batch, int64_t head, int64_t row, int64_t count) {
+void clear_gradient_row(const ResultView& grad, int64_t batch, int64_t head, int64_t row, int64_t count) {
   using T = typename S::Accum;
   using Element = typename S::Element;
   if (grad.wide) {

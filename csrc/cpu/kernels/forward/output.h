@@ -106,15 +106,34 @@ void QueryBlock<S>::finish() {
     lse[(batch_ * params_.shape.query_heads + s_.row_head[r]) * params_.lse_stride + s_.row_index[r]] =
         s_.lse[r];
   }
-  store_output();
+  for (int64_t r = 0; params_.double_lse != nullptr && r < rows_; ++r) {
+    params_.double_lse[(batch_ * params_.shape.query_heads + s_.row_head[r]) * params_.lse_stride +
+                       s_.row_index[r]] = double_lse(r);
+  }
+  params_.output.wide ? store_output_as<T>() : store_output_as<Element>();
+}
+
+// lse of a row once more, from the same maximum and sum. Where it is not finite, or the row's bias lies
+// beyond log2 units, it is what it was.
+template <typename S>
+double QueryBlock<S>::double_lse(int64_t r) const {
+  const double lse = static_cast<double>(s_.lse[r]);
+  if (!(lse - lse == 0) || lse > kFarthest<T> / 2 || lse < -kFarthest<T> / 2) return lse;
+  const auto power = [](double x) { return exp2<double>(broadcast(x))[0]; };
+  const double row_max = static_cast<double>(s_.row_max[r]);
+  const double sink = static_cast<double>(sink_of<Element>(params_.rule, batch_, s_.row_head[r])) * kLog2E;
+  const double top = sink > row_max ? sink : row_max;
+  const double sum = static_cast<double>(s_.row_sum[r]) * power(row_max - top) + power(sink - top);
+  return top * kLn2 + log_normal<double>(broadcast(sum))[0];
 }
 
 template <typename S>
-void QueryBlock<S>::store_output() const {
+template <typename Out>
+void QueryBlock<S>::store_output_as() const {
   const int64_t value_dim = params_.shape.value_dim;
   for (int64_t r = 0; r < rows_; ++r) {
     const T* from = s_.output + r * s_.output_stride;
-    Element* to = row_pointer<Element>(params_.output, batch_, s_.row_head[r], s_.row_index[r]);
+    Out* to = row_pointer<Out>(params_.output, batch_, s_.row_head[r], s_.row_index[r]);
     const Vec<T> factor = broadcast(s_.factor[r]);
     int64_t c = 0;
     for (; c + S::kLane <= value_dim; c += S::kLane) store_element(to + c, load(from + c) * factor);

@@ -252,7 +252,9 @@ class QueryBlock {
   void finish_rows(int64_t band);
   void finish_largest(int64_t band) const;
   void gather_sinks(int64_t band);
-  void store_output() const;
+  double double_lse(int64_t r) const;
+  template <typename Out>
+  void store_output_as() const;
   void emit(int64_t band);
   void emit_row(int64_t r, const T* row) const;
 

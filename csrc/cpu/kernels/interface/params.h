@@ -64,9 +64,9 @@ struct ScoreRule {
   TensorView sinks;                           // (B, Hq): batch and head strides only
 };
 
-// Where an outgoing gradient is written; column_stride 1. Wide: in float (double for float64) whatever the
-// query's dtype, because it is to be added to others.
-struct GradView : TensorView {
+// Where rows of an output or of a gradient are written; column_stride 1. Wide: in float (double for float64)
+// whatever the query's dtype, because they are to be added to others.
+struct ResultView : TensorView {
   bool wide = false;
 };
 
@@ -82,6 +82,9 @@ struct DropoutRule {
   // Batch b of these parameters is batch b * batch_step + first_batch of the whole call.
   int64_t first_batch = 0;
   int64_t batch_step = 1;
+  // Where the first element of the whole call lies in the draws: added to the counter's words, the columns
+  // in chunks of 64.
+  int64_t batch_origin = 0, head_origin = 0, row_origin = 0, chunk_origin = 0;
 };
 
 // What both passes read.
@@ -94,9 +97,10 @@ struct CallParams {
 
 struct ForwardParams : CallParams {
   Storage key_storage, value_storage;
-  TensorView output;         // column_stride 1
-  void* lse = nullptr;       // (B, Hq, Lq), float (double for float64); null: not wanted
-  int64_t lse_stride = 0;    // from a head's rows in it to those of the next
+  ResultView output;
+  void* lse = nullptr;           // (B, Hq, Lq), float (double for float64); null: not wanted
+  double* double_lse = nullptr;  // the same in double whatever the dtype
+  int64_t lse_stride = 0;        // from a head's rows in them to those of the next
   TensorView weights;        // (B, Hq, Lq, Lk) in the query's dtype, column_stride 1; data null: not wanted
   void* key_mass = nullptr;  // (B, Hq, Lk) contiguous, float (double for float64); null: not wanted
 };
@@ -104,14 +108,18 @@ struct ForwardParams : CallParams {
 // Every incoming gradient may be absent (data null) and have any strides, 0 included; a gradient that is not
 // wanted has data null. T is float, double for float64.
 struct BackwardParams : CallParams {
-  TensorView output;
-  const void* lse = nullptr;                  // (B, Hq, Lq), T
-  int64_t lse_stride = 0;                     // from a head's rows in it to those of the next
-  TensorView grad_output;                     // (B, Hq, Lq, Dv)
-  TensorView grad_lse;                        // (B, Hq, Lq, 1), T
-  TensorView grad_weights;                    // (B, Hq, Lq, Lk)
-  TensorView grad_key_mass;                   // (B, Hq, 1, Lk), T
-  GradView grad_query, grad_key, grad_value;  // as query, key, value with all of B
+  TensorView output;          // not read where delta is given
+  const void* lse = nullptr;  // (B, Hq, Lq), T
+  int64_t lse_stride = 0;     // from a head's rows in it, and in the next two, to those of the next
+  // rowsum(P dP) over all keys, of which these are a part, as lse is then; null: these are all. lse may be
+  // given in double beside T (null: it is not), for rows far from 0.
+  const void* delta = nullptr;  // T
+  const double* double_lse = nullptr;
+  TensorView grad_output;                       // (B, Hq, Lq, Dv)
+  TensorView grad_lse;                          // (B, Hq, Lq, 1), T
+  TensorView grad_weights;                      // (B, Hq, Lq, Lk)
+  TensorView grad_key_mass;                     // (B, Hq, 1, Lk), T
+  ResultView grad_query, grad_key, grad_value;  // as query, key, value with all of B
   // Sums to be added to, in T: the caller has zeroed them. Strides of 0 where the mask broadcasts.
   TensorView grad_mask;
   int64_t grad_mask_size = 0;  // elements from grad_mask.data on

@@ -12,11 +12,12 @@ namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
 constexpr int kDropoutColumns = 64;
 
-// The keys of all rounds, and the word of the counter that is the same for a batch.
+// The keys of all rounds, and the word of the counter that is the same for a batch; where the others begin.
 struct PhiloxBatch {
   uint64_t key0[10];
   uint64_t key1[10];
   uint32_t batch;
+  int64_t first_head, first_row, first_chunk;
 };
 
 ATTN_EXT_INLINE PhiloxBatch philox_batch(const DropoutRule& rule, int64_t batch) {
@@ -27,7 +28,10 @@ ATTN_EXT_INLINE PhiloxBatch philox_batch(const DropoutRule& rule, int64_t batch)
     state.key0[i] = static_cast<uint32_t>(seed) + i * 0x9E3779B9u;
     state.key1[i] = static_cast<uint32_t>(seed >> 32) + i * 0xBB67AE85u;
   }
-  state.batch = static_cast<uint32_t>(batch % rule.batches_per_seed);
+  state.batch = static_cast<uint32_t>(batch % rule.batches_per_seed + rule.batch_origin);
+  state.first_head = rule.head_origin;
+  state.first_row = rule.row_origin;
+  state.first_chunk = rule.chunk_origin;
   return state;
 }
 
@@ -111,8 +115,10 @@ inline void philox_rows(const PhiloxBatch& state, uint64_t c0, int64_t row, int6
                         uint32_t (&words)[4][kLanes<uint32_t>]) {
   using Lanes = Vec<uint64_t>;
   using Counter = PhiloxCounter<uint64_t, Lanes, uint64_t, uint64_t>;
-  const uint64_t low_head = static_cast<uint32_t>(head), batch = state.batch;
-  const Lanes even = 2 * lane_index<uint64_t>() + static_cast<uint64_t>(static_cast<uint32_t>(row));
+  const uint64_t low_head = static_cast<uint32_t>(head + state.first_head), batch = state.batch;
+  const auto low_row = static_cast<uint32_t>(row + state.first_row);
+  const Lanes even = 2 * lane_index<uint64_t>() + static_cast<uint64_t>(low_row);
+  c0 += static_cast<uint64_t>(state.first_chunk) * 16;
   const auto drawn = philox_rounds(
       state, PhiloxCounters<Counter, 2>{{{c0, even, low_head, batch}, {c0, even + 1, low_head, batch}}});
   store_words(words[0], kLanes<uint32_t>, drawn.c[0], drawn.c[1]);
@@ -124,11 +130,13 @@ inline void philox_words(const PhiloxBatch& state, int64_t chunk, const int64_t 
                          const int64_t (&heads)[N], uint32_t (&words)[N][kDropoutColumns]) {
   using Counter = PhiloxCounter<Vec<uint64_t>, uint64_t, uint64_t, uint64_t>;
   const uint64_t batch = state.batch;
+  chunk += state.first_chunk;
   for (uint64_t first = 0; first < 16; first += kLanes<uint32_t>) {
     const Vec<uint64_t> c0 = 2 * lane_index<uint64_t>() + (static_cast<uint64_t>(chunk) * 16 + first);
     PhiloxCounters<Counter, 2 * N> start;
     for (int i = 0; i < 2 * N; ++i) {
-      const uint64_t row = static_cast<uint32_t>(rows[i / 2]), head = static_cast<uint32_t>(heads[i / 2]);
+      const uint64_t row = static_cast<uint32_t>(rows[i / 2] + state.first_row);
+      const uint64_t head = static_cast<uint32_t>(heads[i / 2] + state.first_head);
       start.c[i] = {i % 2 == 0 ? c0 : c0 + 1, row, head, batch};
     }
     const auto drawn = philox_rounds(state, start);

@@ -27,17 +27,17 @@ void FewKeysUnit<S>::draw_row(int64_t row) const {
 
 // For a far row, of which lse does not tell the sum.
 template <typename S>
-void FewKeysUnit<S>::set_far_row(RowSpan<S>& span) const {
+void FewKeysUnit<S>::set_far_row(int64_t index, RowSpan<S>& span) const {
   const T top = lane_max<T>(add_to_max<S>(span.scores, 0, stride_, units_, broadcast(-kInfinity<T>)));
   if (top == -kInfinity<T>) return;
   const Vec<T> sums = add_to_sum<S>(span.scores, 0, stride_, units_, broadcast(top), Vec<T>{});
-  const FarRow<T> row = far_row(top, lane_sum<T>(sums), sink_);
+  const FarRow<T> row = far_row<S>(params_, unit_.batch, head_, index, top, lane_sum<T>(sums));
   span.lse = {row.top};
   span.row_scale = {row.scale};
 }
 
-// delta from rowsum(P dP), and what it gives to the sink's gradient. The sum of all weights is 1 but for the
-// rounding of lse, which delta, a mean, must not take in.
+// delta from rowsum(P dP) unless it is given, and what it gives to the sink's gradient. The sum of all
+// weights is 1 but for the rounding of lse, which delta, a mean, must not take in.
 template <typename S>
 ATTN_EXT_INLINE typename S::Accum FewKeysUnit<S>::finish_delta(int64_t row, T lse, T sum, T weight_sum) {
   const bool sinks = lse != -kInfinity<T> && sink_ != -kInfinity<T>;
@@ -46,8 +46,11 @@ ATTN_EXT_INLINE typename S::Accum FewKeysUnit<S>::finish_delta(int64_t row, T ls
   // A row of dO that is not finite has no finite product; one that sees nothing does not show it.
   if (!(sum - sum == 0) || weight_sum == 0) may_have_bad_grads_ = true;
   T delta = total > 0 ? sum / total : sum;
-  if (params_.grad_lse.data != nullptr)
+  if (params_.delta != nullptr) {
+    delta = given_row_delta<S>(params_, unit_.batch, head_, row);
+  } else if (params_.grad_lse.data != nullptr) {
     delta -= *row_pointer<const T>(params_.grad_lse, unit_.batch, head_, row);
+  }
   if (sinks) sink_grad_ -= share * delta;
   return delta;
 }
@@ -63,7 +66,7 @@ void FewKeysUnit<S>::finish_full_row(int64_t row, int64_t index) {
   finish_row_scores<S>(params_, units_, row_place(row), {0, keys_}, {span.scores, stride_}, s_.cap_slope);
   const T natural = lse_rows<S>(params_, unit_.batch, head_)[row];
   span.lse = {is_dead_row(row) ? kInfinity<T> : log2_lse<T>(natural)};
-  if (is_far(span.lse.x)) set_far_row(span);
+  if (is_far(span.lse.x)) set_far_row(row, span);
   if (params_.dropout.enabled) {
     draw_row(row);
     span.keep = s_.keep;
@@ -216,6 +219,9 @@ bool FewKeysUnit<S>::finish_plain_rows(int64_t first, int64_t begin, int64_t end
   }
   T residue = 0;  // x - x is 0, NaN for what is not finite
   for (int64_t i = 0; i < end - begin; ++i) residue += sums[i] - sums[i];
+  if (const T* given = given_delta<S>(params_, unit_.batch, head_); given != nullptr) {
+    for (int64_t r = first + begin; r < first + end; ++r) residue += given[r] - given[r];
+  }
   if (residue != 0) return false;
   for (int64_t r = begin; r < end; ++r) {
     deltas[r - begin] = finish_delta(first + r, lse[r], sums[r - begin], weight_sums[r - begin]);

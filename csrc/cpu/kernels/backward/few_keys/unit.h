@@ -183,7 +183,7 @@ class FewKeysUnit {
   void finish_full_row(int64_t row, int64_t index);
   T finish_delta(int64_t row, T lse, T sum, T weight_sum);
   void draw_row(int64_t row) const;
-  void set_far_row(RowSpan<S>& span) const;
+  void set_far_row(int64_t row, RowSpan<S>& span) const;
   void store_pairs(int64_t r, int64_t j, const Vec<T> (&weights)[2], const Vec<T> (&grads)[2]);
   void pair_rows(int64_t begin, int64_t end);
 
@@ -332,7 +332,7 @@ void FewKeysUnit<S>::add_head(int64_t head) {
 template <typename S>
 void FewKeysUnit<S>::store_keys() {
   const AttentionShape& shape = params_.shape;
-  const auto write = [&](const T* from, const GradView& grad, int64_t dim, bool there, double scale) {
+  const auto write = [&](const T* from, const ResultView& grad, int64_t dim, bool there, double scale) {
     for (int64_t j = 0; grad.data != nullptr && j < shape.key_len; ++j) {
       if (there && j < keys_) {
         write_gradient_row<S>(from + j * padded_dim<S>(dim), grad, unit_.batch, unit_.key_head, j, dim,

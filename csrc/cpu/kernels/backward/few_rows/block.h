@@ -150,9 +150,9 @@ class FewRowsBlock {
     int64_t dim;
     T scale;
   };
-  void store_key_side(const KeySide& side, const GradView& grad, Range keys) const;
+  void store_key_side(const KeySide& side, const ResultView& grad, Range keys) const;
   void add_bad_rows(const KeySide& side, Range keys) const;
-  void clear_key_side(const GradView& grad, Range keys, int64_t dim) const {
+  void clear_key_side(const ResultView& grad, Range keys, int64_t dim) const {
     for (int64_t j = keys.begin; grad.data != nullptr && j < keys.end; ++j) {
       clear_gradient_row<S>(grad, unit_.batch, unit_.key_head, j, dim);
     }
@@ -293,7 +293,7 @@ void FewRowsBlock<S>::add_bad_rows(const KeySide& side, Range keys) const {
 
 // Into the caller's tensor.
 template <typename S>
-void FewRowsBlock<S>::store_key_side(const KeySide& side, const GradView& grad, Range keys) const {
+void FewRowsBlock<S>::store_key_side(const KeySide& side, const ResultView& grad, Range keys) const {
   const int64_t dim = side.dim, padded = padded_dim<S>(dim), width = panel_width_of<S>(dim);
   MultiplyArgs<PlainProduct<T>> args{};
   args.rows = keys.end - keys.begin;

@@ -139,8 +139,7 @@ void FewRows<S>::make_terms(Unit unit) {
     block_.visit(Pass::kRowMax, {0, shape_.key_len});
     block_.visit(Pass::kRowSum, {0, shape_.key_len});
     for (int64_t r = 0; r < rows_; r += shape_.query_len) {
-      finish_far_rows(s_.terms.from(r), shape_.query_len,
-                      sink_of<Element>(params_.rule, unit.batch, head_of(unit, r)));
+      finish_far_rows(params_, s_.terms.from(r), unit.batch, head_of(unit, r), {0, shape_.query_len});
     }
   }
   if (plan_.exact_delta) {

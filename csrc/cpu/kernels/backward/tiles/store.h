@@ -10,7 +10,7 @@ namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 template <typename S>
 void Tiles<S>::store_key_block(Unit unit, int64_t block) const {
   const Range keys = key_rows(block);
-  const auto store_side = [&](const GradView& grad, const T* sums, int64_t dim, double scale) {
+  const auto store_side = [&](const ResultView& grad, const T* sums, int64_t dim, double scale) {
     for (int64_t j = keys.begin; grad.data != nullptr && j < keys.end; ++j) {
       write_gradient_row<S>(sums + (j - keys.begin) * padded_dim<S>(dim), grad, unit.batch, unit.key_head, j,
                             dim, static_cast<T>(scale));

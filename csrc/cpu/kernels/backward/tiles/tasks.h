@@ -217,8 +217,7 @@ void Tiles<S>::make_rows(KeyQueryBlock<S>& scores, Unit unit, int64_t group_head
     for (int64_t i = query_blocks.begin; pass == Pass::kRowSum && i < query_blocks.end; ++i) {
       const RowTerms<S> terms = memory_.query_pack(group_head, i).terms;
       if (*terms.has_far_rows == 0) continue;
-      const Range rows = query_rows(i);
-      finish_far_rows(terms, rows.end - rows.begin, sink_of<Element>(params_.rule, unit.batch, head));
+      finish_far_rows(params_, terms, unit.batch, head, query_rows(i));
     }
   }
 }
