@@ -199,7 +199,11 @@ class TestEdges:
         if query[1] < key[1]:  # the reference writes into the query's heads
             expanded = [tensors[0].expand(-1, key[1], -1), *tensors[1:]]
             actual = attn_ext.sdpa_packed(*tensors, STARTS, **options)
-            torch.testing.assert_close(actual, attn_ext.sdpa_packed(*expanded, STARTS, **options))
+            expected = attn_ext.sdpa_packed(*expanded, STARTS, **options)
+            if attn_ext.cpu_capability() == "aten":  # whose products of broadcast heads are one product
+                torch.testing.assert_close(actual, expected)
+            else:
+                assert torch.equal(actual, expected)
         else:
             assert_as_reference(tensors, STARTS, **options)
 

@@ -52,8 +52,10 @@ at::Tensor in_dtype_of(const SdpaArgs& args, const at::Tensor& gradient, const a
 }
 
 /// The call's parameters for some of its batches; the outgoing gradients of query, key and value are left.
-BackwardParams slice_of(const BackwardParams& whole, int64_t batch, int64_t batches, int64_t element_bytes,
-                        int64_t accumulator_bytes, int64_t mask_bytes, int64_t sink_bytes) {
+BackwardParams slice_of(const BackwardParams& whole, int64_t batch, int64_t batches, int64_t mask_bytes,
+                        int64_t sink_bytes) {
+  const int64_t element_bytes = element_bytes_of(whole.shape);
+  const int64_t accumulator_bytes = accumulator_bytes_of(whole.shape);
   BackwardParams slice = whole;
   slice.shape.batch = batches;
   slice.dropout.first_batch = batch;
@@ -85,9 +87,10 @@ BackwardParams slice_of(const BackwardParams& whole, int64_t batch, int64_t batc
 
 /// The same for one of some packed sequences; sinks have a row of gradients for each.
 BackwardParams sequence_of(const BackwardParams& slice, const Sequence& sequence, int64_t number,
-                           int64_t count, int64_t sink_grads, int64_t element_bytes,
-                           int64_t accumulator_bytes) {
-  BackwardParams one = of_sequence(slice, sequence, number, count, element_bytes, accumulator_bytes);
+                           int64_t count, int64_t sink_grads) {
+  const int64_t element_bytes = element_bytes_of(slice.shape);
+  const int64_t accumulator_bytes = accumulator_bytes_of(slice.shape);
+  BackwardParams one = of_sequence(slice, sequence, number, count);
   const auto grad_from_row = [&](ResultView& view, int64_t row) {
     view = from_row(view, row, element_bytes, accumulator_bytes);
   };
@@ -214,8 +217,7 @@ SdpaInputs backward_cpu(const SdpaOutputs& grads, const SdpaArgs& args, const Sa
   }
   for (int64_t batch = 0; batch < sizes.batch; batch += outgoing.slice) {
     const int64_t batches = std::min(outgoing.slice, sizes.batch - batch);
-    BackwardParams part = slice_of(params, batch, batches, bytes_of(args.query), bytes_of(rows.lse),
-                                   bytes_of(args.attn_mask), bytes_of(args.sinks));
+    BackwardParams part = slice_of(params, batch, batches, bytes_of(args.attn_mask), bytes_of(args.sinks));
     part.grad_query = outgoing.query.slice_from(batch);
     part.grad_key = outgoing.key.slice_from(batch);
     part.grad_value = outgoing.value.slice_from(batch);
@@ -224,7 +226,7 @@ SdpaInputs backward_cpu(const SdpaOutputs& grads, const SdpaArgs& args, const Sa
       std::vector<BackwardParams> problems;
       for (int64_t i = 0; i < std::ssize(sequences); ++i) {
         problems.push_back(sequence_of(part, sequences[static_cast<size_t>(i)], i, std::ssize(sequences),
-                                       sizes.batch * sizes.heads, bytes_of(args.query), bytes_of(rows.lse)));
+                                       sizes.batch * sizes.heads));
       }
       run_problems(kernels_of(table->backward, dtype), problems);
     } else {

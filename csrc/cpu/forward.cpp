@@ -24,15 +24,11 @@ void run_forward(const KernelTable& table, at::ScalarType dtype, const ForwardPa
 void run_packed_forward(const KernelTable& table, const SdpaArgs& args, const ForwardParams& params,
                         const std::vector<Sequence>& sequences, const SdpaOutputs& outputs) {
   fill_gaps(has_gaps(sequences, &Sequence::query_len, params.shape.query_len), outputs);
-  const auto count = static_cast<int64_t>(sequences.size());
-  const auto bytes = static_cast<int64_t>(args.query.element_size());
-  const auto accumulator_bytes =
-      static_cast<int64_t>(c10::elementSize(accumulation_dtype(args.query.scalar_type())));
+  const int64_t count = std::ssize(sequences);
   std::vector<ForwardParams> problems;
   problems.reserve(sequences.size());
   for (int64_t i = 0; i < count; ++i) {
-    problems.push_back(
-        of_sequence(params, sequences[static_cast<size_t>(i)], i, count, bytes, accumulator_bytes));
+    problems.push_back(of_sequence(params, sequences[static_cast<size_t>(i)], i, count));
   }
   run_problems(kernels_of(table.forward, args.query.scalar_type()), problems);
 }

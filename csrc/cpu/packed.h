@@ -28,10 +28,20 @@ inline TensorView from_row(TensorView view, int64_t row, int64_t element_bytes, 
   return from_row(view, row, element_bytes);
 }
 
+/// Of query, key and value, and of what is accumulated.
+inline int64_t element_bytes_of(const AttentionShape& shape) {
+  const bool is_half = shape.dtype == ScalarKind::kBFloat16 || shape.dtype == ScalarKind::kFloat16;
+  return is_half ? 2 : shape.dtype == ScalarKind::kFloat64 ? 8 : 4;
+}
+inline int64_t accumulator_bytes_of(const AttentionShape& shape) {
+  return shape.dtype == ScalarKind::kFloat64 ? 8 : 4;
+}
+
 /// What of both passes' parameters is a sequence's.
 template <class Params>
-Params of_sequence(const Params& whole, const Sequence& sequence, int64_t number, int64_t count,
-                   int64_t element_bytes, int64_t accumulator_bytes) {
+Params of_sequence(const Params& whole, const Sequence& sequence, int64_t number, int64_t count) {
+  const int64_t element_bytes = element_bytes_of(whole.shape);
+  const int64_t accumulator_bytes = accumulator_bytes_of(whole.shape);
   Params one = whole;
   one.shape.query_len = sequence.query_len;
   one.shape.key_len = sequence.key_len;

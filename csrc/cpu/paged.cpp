@@ -79,17 +79,13 @@ SdpaOutputs paged_cpu(const PagedCall& call, bool wants_lse) {
     params.lse_stride = sizes.query_len;
   }
   std::vector<ForwardParams> problems;
-  const auto count = static_cast<int64_t>(paged.sequences.size());
-  int64_t rows = 0;
-  for (const PagedSequence& sequence : paged.sequences) {
-    rows += sequence.rows.query_len;
-    ForwardParams& one =
-        problems.emplace_back(of_sequence(params, sequence.rows, static_cast<int64_t>(problems.size()), count,
-                                          static_cast<int64_t>(outputs.output.element_size()),
-                                          static_cast<int64_t>(c10::elementSize(accumulation_dtype(dtype)))));
-    one.key_storage.pages = one.value_storage.pages = sequence.pages;
+  const int64_t count = std::ssize(paged.sequences);
+  for (int64_t i = 0; i < count; ++i) {
+    const auto n = static_cast<size_t>(i);
+    ForwardParams& one = problems.emplace_back(of_sequence(params, paged.sequences[n], i, count));
+    one.key_storage.pages = one.value_storage.pages = paged.pages_of(n);
   }
-  fill_gaps(rows < sizes.query_len, outputs);
+  fill_gaps(has_gaps(paged.sequences, &Sequence::query_len, sizes.query_len), outputs);
   const bool narrow = call.key_pages.element_size() == 1;
   run_problems(kernels_of(narrow ? table->narrow : table->forward, dtype), problems);
   return outputs;

@@ -34,20 +34,18 @@ struct PagedCall {
   }
 };
 
-/// A sequence and its pages. Rows of query as of a packed call; its keys begin at 0.
-struct PagedSequence {
-  Sequence rows;
-  const int64_t* pages;
-};
-
-/// All of them, and the numbers that they point to.
+/// Rows of query as of a packed call; the keys of each begin at 0. And the pages of all, one sequence's after
+/// the other's.
 struct PagedSequences {
-  std::vector<PagedSequence> sequences;
+  std::vector<Sequence> sequences;
+  std::vector<size_t> first_pages;  // of each, among `pages`
   std::vector<int64_t> pages;
+
+  const int64_t* pages_of(size_t sequence) const { return pages.data() + first_pages[sequence]; }
 };
 
-/// Shapes, dtypes and devices. Returns a call over (heads, rows, features) that has everything but the keys:
-/// those are one number, expanded to a page.
+/// Shapes, dtypes and devices of what is paged. Returns a call over (heads, rows, features), yet to be
+/// checked, that has everything but the keys: those are one number, expanded to a page.
 SdpaArgs check_paged(const PagedCall& call);
 
 /// Reads and checks the numbers of lengths and table.

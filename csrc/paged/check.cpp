@@ -149,7 +149,6 @@ SdpaArgs check_paged(const PagedCall& call) {
   args.window_left = call.window_left;
   args.window_right = call.window_right;
   args.softcap = call.softcap;
-  check_args(args);
   return args;
 }
 
@@ -161,24 +160,20 @@ PagedSequences sequences_of(const PagedCall& call) {
   const int64_t pages = call.key_pages.size(0), page_rows = call.key_pages.size(1);
   PagedSequences result;
   result.pages.reserve(static_cast<size_t>(count * most));
-  std::vector<size_t> first;
   for (int64_t i = 0; i < count; ++i) {
     const int64_t keys = lengths[i], used = (keys + page_rows - 1) / page_rows;
     TORCH_CHECK(keys >= 0 && used <= most, "attn_ext: expected seqlens_k between 0 and what the ", most,
                 " pages of a row of block_table hold (", most * page_rows, "), but got ", keys,
                 " for sequence ", i);
     const int64_t rows = query.length(i);
-    result.sequences.push_back({{query.begin(i), rows, 0, keys, keys - rows}, nullptr});
-    first.push_back(result.pages.size());
+    result.sequences.push_back({query.begin(i), rows, 0, keys, keys - rows});
+    result.first_pages.push_back(result.pages.size());
     for (int64_t page = 0; page < used; ++page) {
       const int64_t entry = entries[i * most + page];
       TORCH_CHECK(entry >= 0 && entry < pages, "attn_ext: expected the first ", used, " entries of row ", i,
                   " of block_table to be pages, 0 to ", pages - 1, ", but got ", entry, " at place ", page);
       result.pages.push_back(entry);
     }
-  }
-  for (size_t i = 0; i < first.size(); ++i) {
-    result.sequences[i].pages = result.pages.data() + first[i];
   }
   return result;
 }

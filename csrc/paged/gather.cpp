@@ -9,6 +9,7 @@
 
 #include "../aten/by_sequence.h"
 #include "../aten/sdpa_aten.h"
+#include "../checks.h"
 #include "../memory_order.h"
 #include "call.h"
 
@@ -35,6 +36,7 @@ at::Tensor gather(const at::Tensor& pages, const at::Tensor& scale, const at::Te
 
 SdpaOutputs paged_aten(const PagedCall& call) {
   const SdpaArgs all = check_paged(call);
+  check_args(all);
   const PagedSequences paged = sequences_of(call);
   const auto dtype = call.query.scalar_type();
   const bool exact =
@@ -54,11 +56,12 @@ SdpaOutputs paged_aten(const PagedCall& call) {
     lse.add(outputs.lse, sequence.query_begin, sequence.query_len);
   };
   const int64_t page_rows = call.key_pages.size(1);
-  for (const PagedSequence& sequence : paged.sequences) {
-    const int64_t used = (sequence.rows.key_len + page_rows - 1) / page_rows;
+  for (size_t i = 0; i < paged.sequences.size(); ++i) {
+    const Sequence& sequence = paged.sequences[i];
+    const int64_t used = (sequence.key_len + page_rows - 1) / page_rows;
     const at::Tensor places =
-        at::from_blob(const_cast<int64_t*>(sequence.pages), {used}, at::TensorOptions(at::kLong));
-    add(sequence.rows, places.to(call.query.device()));
+        at::from_blob(const_cast<int64_t*>(paged.pages_of(i)), {used}, at::TensorOptions(at::kLong));
+    add(sequence, places.to(call.query.device()));
   }
   if (paged.sequences.empty()) {
     add({}, at::zeros({0}, call.query.options().dtype(at::kLong)));

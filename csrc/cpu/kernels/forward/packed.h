@@ -264,7 +264,7 @@ ValueStretch<S> QueryBlock<S>::finite_stretch(int64_t column, Range stretch) {
     const Matrix<Element> m = values_of(column, width, stretch);
     find_bad_rows(m, *s_.bad_keys);
     if (s_.bad_keys->count > 0) {
-      pack_row_panels<Product>(finite_only(m, s_.finite_values), 0, depth_of<Product>(m.rows), width,
+      pack_row_panels<Product>(finite_only(m, s_.finite_values), depth_of<Product>(m.rows), width,
                                s_.finite_value_operands, 0);
     }
     finite_keys_ = keys;

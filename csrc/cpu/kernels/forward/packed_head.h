@@ -86,7 +86,7 @@ void pack_head(const ForwardParams& params, const ForwardPlan& plan, const Packe
   const int64_t width = packed.values.row_stride;
   for (int64_t j = begin; j < end; j += S::kPanel) {
     const Matrix<Element> rows = value.rows(first + j, smaller(S::kPanel, end - j), buffer);
-    pack_row_panels<Product>(rows, 0, depth_of<Product>(rows.rows), width,
+    pack_row_panels<Product>(rows, depth_of<Product>(rows.rows), width,
                              const_cast<Operand*>(packed.values.data) + j / S::kDepth * width,
                              packed.values.panel_stride);
   }

@@ -157,12 +157,12 @@ ATTN_EXT_INLINE Vec<typename Product::Operand> load_row_operands_partial(const E
   }
 }
 
-// Operand rows [begin, end) of every panel of `width` columns; panels lie panel_stride operands apart.
+// The first `depth` operand rows of every panel of `width` columns; panels lie panel_stride operands apart.
 template <typename Product, typename Element>
-void pack_row_panels(const Matrix<Element>& m, int64_t begin, int64_t end, int64_t width,
-                     typename Product::Operand* out, int64_t panel_stride) {
+void pack_row_panels(const Matrix<Element>& m, int64_t depth, int64_t width, typename Product::Operand* out,
+                     int64_t panel_stride) {
   constexpr int64_t kWidth = kLanes<typename Product::Operand>;
-  for (int64_t k = begin; k < end; ++k) {
+  for (int64_t k = 0; k < depth; ++k) {
     const int64_t row = k * Product::kDepth;
     const Element* from = m.data + row * m.row_stride;
     const bool in_rows = m.column_stride == 1 && row + Product::kDepth <= m.rows;
@@ -217,7 +217,7 @@ Operands<typename S::Operand> right_operands(const Matrix<typename S::Element>& 
     if (in_place && m.column_stride == 1 && m.columns % S::kLane == 0) return {m.data, m.row_stride, width};
   }
   const int64_t panel_stride = depth_of<Product>(most_rows) * width;
-  pack_row_panels<Product>(m, 0, depth_of<Product>(m.rows), width, buffer, panel_stride);
+  pack_row_panels<Product>(m, depth_of<Product>(m.rows), width, buffer, panel_stride);
   return {buffer, width, panel_stride};
 }
 

@@ -140,7 +140,7 @@ Operands<typename S::Operand> key_depth_rows(const KeyPack<S>& pack, const Matri
   if (!S::kPaired && !centred && *pack.has_bad_keys == 0) return *pack.key_rows;
   const int64_t width = padded_dim<S>(key.columns);
   typename S::Operand* out = pack.key_depth_buffer;
-  pack_row_panels<Product>(*pack.has_bad_keys == 0 ? key : finite_only(key, cleaned), 0,
+  pack_row_panels<Product>(*pack.has_bad_keys == 0 ? key : finite_only(key, cleaned),
                            depth_of<Product>(key.rows), width, out, 0);
   if constexpr (!S::kPaired) {
     for (int64_t i = 0; centred && i < key.rows * width; i += S::kLane) {
