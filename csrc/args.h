@@ -69,7 +69,7 @@ struct SdpaOutputs {
 /// What a backward pass takes of a forward pass.
 struct SavedOutputs {
   at::Tensor output;  // (..., Hq, Lq, Dv); not read where delta is given
-  at::Tensor lse;     // (..., Hq, Lq), float64 or the dtype of accumulation
+  at::Tensor lse;     // (..., Hq, Lq), the dtype of accumulation; with delta float64, too
   // (..., Hq, Lq), rowsum(P dP) over all keys, of which the call's may be a part. Given, lse is over all keys
   // too, and says what the weights are. Else both are the call's own.
   at::Tensor delta;

@@ -333,7 +333,9 @@ SdpaSizes check_backward(const SdpaOutputs& grads, const SdpaArgs& args, const S
     check_like_output(saved.output, "output", sizes.with_tail({sizes.query_len, sizes.value_dim}), dtype,
                       args.query);
   }
-  const bool is_double = saved.lse.defined() && saved.lse.scalar_type() == at::kDouble;
+  // That of all keys, merged of unrounded calls', is float64.
+  const bool is_double =
+      saved.delta.defined() && saved.lse.defined() && saved.lse.scalar_type() == at::kDouble;
   check_like_output(saved.lse, "lse", rows, is_double ? at::kDouble : accumulated, args.query);
   check_grads(grads, args.query, sizes);
   check_wanted(args, wanted);

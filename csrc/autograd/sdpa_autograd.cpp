@@ -327,18 +327,19 @@ struct SdpaBackward : public torch::autograd::Node {
   static variable_list run(const variable_list& incoming, const Held& held) {
     const auto& [args, output, lse, wanted] = held;
     const auto dtype = args.query.scalar_type();
-    const auto as = [](const at::Tensor& tensor, at::ScalarType type) {
-      return tensor.defined() && tensor.scalar_type() != type ? tensor.to(type) : tensor;
+    // The backward pass takes what a rounded call gives.
+    const auto as = [&held](const at::Tensor& tensor, at::ScalarType type) {
+      return held.args.unrounded && tensor.defined() ? tensor.to(type) : tensor;
     };
-    const SdpaOutputs grads{as(incoming[0], dtype), as(incoming[1], accumulation_dtype(dtype)), incoming[2],
-                            incoming[3]};
+    const auto accumulated = accumulation_dtype(dtype);
+    const SdpaOutputs grads{as(incoming[0], dtype), as(incoming[1], accumulated), incoming[2], incoming[3]};
     variable_list result(5);
     if (!grads.any_defined()) {
       return result;
     }
     const InputMask inputs{wanted[0], wanted[1], wanted[2], wanted[3], wanted[4]};
     std::tie(result[0], result[1], result[2], result[3], result[4]) =
-        call_backward(grads, rounded(args), {as(output, dtype), lse, {}}, inputs).to_tuple();
+        call_backward(grads, rounded(args), {as(output, dtype), as(lse, accumulated), {}}, inputs).to_tuple();
     return result;
   }
 
