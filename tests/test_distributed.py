@@ -13,7 +13,7 @@ from torch import Tensor
 import attn_ext
 from attn_ext.distributed import SequenceLayout, context_parallel_sdpa, run_in_memory
 
-METHODS = ("ulysses", "allgather")
+METHODS = ("ulysses", "allgather", "ring")
 LENGTH = 37
 CU_SEQLENS = [0, 1, 20, 20, 37]
 CASES: dict[str, dict[str, Any]] = {
@@ -53,17 +53,21 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}
 def problem(case: dict[str, Any]) -> tuple[list[Tensor], Tensor | None, Tensor | None, dict[str, Any]]:
     """Query, key, value, grad of the output and of the lse; mask; sinks; options. The same on every rank."""
     options = dict(case)
-    torch.manual_seed(1)
+    draw = torch.Generator().manual_seed(1)  # threads share the default one
     length = options.pop("length", LENGTH)
     dtype = options.pop("dtype", torch.float32)
     heads, key_heads = options.pop("query_heads", 4), options.pop("key_heads", 4)
     options.pop("layout", None)
-    q, out, lse = (torch.randn(2, heads, length, size).to(dtype) for size in (8, 6, 1))
-    k, v = (torch.randn(2, key_heads, length, size).to(dtype) for size in (8, 6))
+    q, out, lse = (torch.randn(2, heads, length, size, generator=draw).to(dtype) for size in (8, 6, 1))
+    k, v = (torch.randn(2, key_heads, length, size, generator=draw).to(dtype) for size in (8, 6))
     mask, mask_dtype = options.pop("mask", None), options.pop("mask_dtype", dtype)
     if mask is not None:
-        mask = torch.rand(mask) > 0.3 if mask_dtype == torch.bool else torch.randn(mask).to(dtype)
-    sinks = torch.randn(heads).to(dtype) if options.pop("sinks", False) else None
+        mask = (
+            torch.rand(mask, generator=draw) > 0.3
+            if mask_dtype == torch.bool
+            else torch.randn(mask, generator=draw).to(dtype)
+        )
+    sinks = torch.randn(heads, generator=draw).to(dtype) if options.pop("sinks", False) else None
     return [q, k, v, out, lse.float().squeeze(-1)], mask, sinks, options
 
 
@@ -232,7 +236,7 @@ def test_what_is_gathered_has_the_gradient_of_all_ranks():
         torch.testing.assert_close(grad, weights.sum(0)[rows])
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", METHODS[:2])
 def test_second_derivatives(method):
     q, k, v = torch.randn(3, 4, 9, 3, dtype=torch.float64)
 

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from ..functional import sdpa, sdpa_with_lse
 from .cost import choose_method, heads_divide
-from .exchange import Route, gather_rows, scatter_rows
+from .exchange import Route, gather_rows, scatter_rows, transport_of
 from .layout import Run, SequenceLayout
-from .plan import Reach, visible_keys
+from .plan import Reach, plan, visible_keys
+from .ring import Ring, RingAttention, mask_part
 
-METHODS = ("auto", "ulysses", "allgather")
+METHODS = ("auto", "ulysses", "allgather", "ring")
 
 
 def context_parallel_sdpa(
@@ -48,8 +49,9 @@ def context_parallel_sdpa(
         layout: which rows each rank has. Rows of packed sequences see their own sequence alone.
         method: "allgather" sends every rank all keys and values, and the gradients of them back. "ulysses"
             sends every rank all rows of some heads: it sends less, gives the bits of a single machine where
-            no two ranks share a head of keys, and asks for heads that divide by the ranks. "auto" takes what
-            sends least.
+            no two ranks share a head of keys, and asks for heads that divide by the ranks. "ring" passes
+            keys and values from rank to rank and holds those of two at once; it cannot be differentiated
+            twice. "auto" takes what sends least of the first two.
         attn_mask: broadcasts to :math:`(\dots, H_q, L, S)`: the rows of this rank, the columns of all.
         is_causal: as in :func:`attn_ext.sdpa`, by the places of rows in their sequence, like the windows.
         scale: as there.
@@ -100,18 +102,16 @@ def context_parallel_sdpa(
             itemsize=query.element_size(),
             has_mask=attn_mask is not None,
         )
-    attend = partial(
-        sdpa_with_lse if return_lse else _only_output,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        window_left=window_left,
-        window_right=window_right,
-        softcap=softcap,
-    )
+    bounds = {"is_causal": is_causal, "window_left": window_left, "window_right": window_right}
+    options = {**bounds, "scale": scale, "enable_gqa": enable_gqa, "softcap": softcap}
+    attend = partial(sdpa_with_lse if return_lse else _only_output, **options)
     tensors = (query, key, value)
     if method == "ulysses":
         results = _ulysses(attend, tensors, attn_mask, sinks, layout)
+    elif method == "ring":
+        steps = plan(layout, layout.rank, **bounds)
+        ring = Ring(layout, transport_of(layout), steps, partial(sdpa_with_lse, **options))
+        results = RingAttention.apply(ring, *tensors, attn_mask, sinks)  # type: ignore[no-untyped-call]
     else:
         reach = Reach.of(is_causal, window_left, window_right)
         results = _allgather(partial(attend, sinks=sinks), tensors, attn_mask, layout, reach)
@@ -129,7 +129,7 @@ def _allgather(
     results = []
     for run, local, span, k, v in zip(runs, layout.local_runs() or runs, spans, keys, values, strict=True):
         rows = query.narrow(-2, local.begin, local.size)
-        part = _part(mask, local, span)
+        part = mask_part(mask, local, span)
         results.append(attend(rows, k, v, attn_mask=part, query_offset=run.begin - span.begin))
     return _joined(results)
 
@@ -152,7 +152,7 @@ def _ulysses(
     mask = _mask_of_all_rows(mask, _heads(query), layout, query_heads)
     sinks = None if sinks is None else sinks.narrow(0, own.begin, own.size)
     results = [
-        attend(q, k, v, attn_mask=_part(mask, span, span), sinks=sinks)
+        attend(q, k, v, attn_mask=mask_part(mask, span, span), sinks=sinks)
         for q, k, v, span in zip(queries, keys, values, spans, strict=True)
     ]
     # One group of each result: its outputs, and its lses as if they had one feature.
@@ -203,17 +203,6 @@ def _has_rows(mask: Tensor, layout: SequenceLayout) -> bool:
     count = torch.tensor([mask.shape[-2]], device=mask.device)
     counts = route.transport.all_gather(count, [(1,)] * layout.world_size)
     return any(int(rows) != 1 for rows in counts)
-
-
-def _part(mask: Tensor | None, rows: Run, columns: Run) -> Tensor | None:
-    """Of a mask, what a call with these rows and columns sees."""
-    if mask is None or mask.dim() == 0:
-        return mask
-    if mask.shape[-1] != 1:
-        mask = mask.narrow(-1, columns.begin, columns.size)
-    if mask.dim() > 1 and mask.shape[-2] != 1:
-        mask = mask.narrow(-2, rows.begin, rows.size)
-    return mask
 
 
 def _only_output(*args: Any, **options: Any) -> tuple[Tensor]:

@@ -1,4 +1,4 @@
-"""Rows to where they are needed, gradients back: a linear map and its adjoint, each the backward of the other."""
+"""Rows to where they are needed, gradients back: a linear map and its adjoint, each backward of the other."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -21,9 +21,13 @@ class Route(NamedTuple):
 
     @property
     def transport(self) -> Transport:
-        if self.layout.transport is None:
-            raise ValueError("expected a layout with a group, but got one that was made without a group")
-        return self.layout.transport
+        return transport_of(self.layout)
+
+
+def transport_of(layout: SequenceLayout) -> Transport:
+    if layout.transport is None:
+        raise ValueError("expected a layout with a group, but got one that was made without a group")
+    return layout.transport
 
 
 def gather_rows(route: Route, *tensors: Tensor) -> list[list[Tensor]]:
