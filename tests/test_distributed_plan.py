@@ -153,6 +153,7 @@ BAD = {
     "rank": (lambda: SequenceLayout.zigzag(4, rank=2, world_size=2), "a rank below 2, but got 2"),
     "falls": (lambda: SequenceLayout.from_cu_seqlens([0, 4, 3], world_size=2), "never falls"),
     "begin": (lambda: SequenceLayout.from_cu_seqlens([1, 4], world_size=2), "begins with 0"),
+    "no_end": (lambda: SequenceLayout.from_cu_seqlens([0], world_size=2), "has an end"),
     "window": (lambda: plan(SequenceLayout.zigzag(4, world_size=2), 0, window_left=-1), "window_left"),
     "plan_rank": (lambda: plan(SequenceLayout.zigzag(4, world_size=2), 2), "a rank below 2, but got 2"),
     "alone": (lambda: SequenceLayout.zigzag(4, world_size=2).unshard(torch.ones(2), 0), "without a group"),

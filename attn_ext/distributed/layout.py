@@ -221,8 +221,8 @@ def _checked(cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
     starts = tuple(cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)
     if len(starts) == 2 and starts[0] == 0 and starts[1] < 0:
         raise ValueError(f"expected a length of at least 0, but got {starts[1]}")
-    if not starts or starts[0] != 0:
-        raise ValueError(f"expected cu_seqlens that begins with 0, but got {list(starts)[:8]}")
+    if len(starts) < 2 or starts[0] != 0:
+        raise ValueError(f"expected cu_seqlens that begins with 0 and has an end, but got {list(starts)[:8]}")
     for before, after in pairwise(starts):
         if after < before:
             raise ValueError(f"expected cu_seqlens that never falls, but got {after} after {before}")
