@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_ext.distributed import SequenceLayout, cost, plan
-from attn_ext.distributed.cost import choose_method
+from attn_ext.distributed.cost import Way, choose_way
 from attn_ext.distributed.plan import visible_pairs
 
 BOUNDS = {
@@ -201,10 +201,10 @@ def test_flops_are_of_what_is_visible():
 
 def test_auto_takes_what_sends_least_of_what_the_heads_allow():
     few, many = (SequenceLayout.zigzag(4096, world_size=n) for n in (8, 64))
-    assert choose_method(few, **LLAMA) == "ulysses"
-    assert choose_method(many, **LLAMA) == "allgather"  # 32 heads do not divide by 64 ranks
-    assert choose_method(few, **{**LLAMA, "query_heads": 12, "key_heads": 12}) == "allgather"
-    assert choose_method(few, **LLAMA, has_mask=True) == "allgather"
+    assert choose_way(few, **LLAMA) == Way("allgather", 8)  # nothing is left to gather
+    assert choose_way(many, **LLAMA) == Way("allgather", 8)  # 32 heads do not divide by 64 ranks
+    assert choose_way(few, **{**LLAMA, "query_heads": 9, "key_heads": 9}) == Way("allgather", 1)
+    assert choose_way(few, **LLAMA, has_mask=True) == Way("allgather", 1)
 
 
 def test_importing_attn_ext_does_not_import_its_distributed_part():

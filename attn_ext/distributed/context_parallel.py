@@ -1,20 +1,99 @@
 """Attention of a sequence whose rows lie on several ranks."""
 
-from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from ..functional import sdpa, sdpa_with_lse
-from .cost import choose_method, heads_divide
-from .exchange import Route, gather_rows, scatter_rows, transport_of
-from .layout import Run, SequenceLayout
-from .plan import Reach, plan, visible_keys
-from .ring import Ring, RingAttention, mask_part
+from .agreement import Agreed, agree
+from .allgather import attend_gathered
+from .calls import Call, Results, attend, mask_part
+from .cost import METHODS, Way, choose_way, heads_divide
+from .exchange import Route, gather_rows, scatter_rows
+from .layout import Run, Runs, SequenceLayout, rows_of, transport_of
+from .ring import attend_ring
+from .transport import Members, Transport
 
-METHODS = ("auto", "ulysses", "allgather", "ring")
+if TYPE_CHECKING:
+    from typing import TypedDict
+
+    from typing_extensions import NotRequired, Unpack
+
+    class Options(TypedDict):
+        layout: SequenceLayout
+        method: NotRequired[str]
+        attn_mask: NotRequired[Tensor | None]
+        is_causal: NotRequired[bool]
+        scale: NotRequired[float | None]
+        enable_gqa: NotRequired[bool]
+        window_left: NotRequired[int | None]
+        window_right: NotRequired[int | None]
+        softcap: NotRequired[float]
+        sinks: NotRequired[Tensor | None]
+        dropout_p: NotRequired[float]
+        dropout_seed: NotRequired[int | None]
+        ulysses_size: NotRequired[int | None]
+        memory_limit: NotRequired[int | None]
+        check: NotRequired[bool]
+
+
+One = Literal[True]
+No = Literal[False]
+
+
+@overload
+def context_parallel_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    return_lse: No = ...,
+    return_key_mass: No = ...,
+    **options: Unpack[Options],
+) -> Tensor: ...
+@overload
+def context_parallel_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    return_lse: One,
+    return_key_mass: One,
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def context_parallel_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    return_lse: One,
+    return_key_mass: No = ...,
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def context_parallel_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    return_lse: No = ...,
+    return_key_mass: One,
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def context_parallel_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    return_lse: bool = ...,
+    return_key_mass: bool = ...,
+    **options: Unpack[Options],
+) -> Tensor | tuple[Tensor, ...]: ...
 
 
 def context_parallel_sdpa(
@@ -32,8 +111,14 @@ def context_parallel_sdpa(
     window_right: int | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    return_key_mass: bool = False,
+    ulysses_size: int | None = None,
+    memory_limit: int | None = None,
+    check: bool = True,
+) -> Tensor | tuple[Tensor, ...]:
     r"""Masked scaled dot-product attention of rows that lie on several ranks.
 
     What :func:`attn_ext.sdpa` gives for the whole sequence, of which each rank passes and gets its own rows.
@@ -47,11 +132,11 @@ def context_parallel_sdpa(
         key: :math:`(\dots, H_{kv}, L, D)`, the same rows.
         value: :math:`(\dots, H_{kv}, L, D_v)`.
         layout: which rows each rank has. Rows of packed sequences see their own sequence alone.
-        method: "allgather" sends every rank all keys and values, and the gradients of them back. "ulysses"
-            sends every rank all rows of some heads: it sends less, gives the bits of a single machine where
-            no two ranks share a head of keys, and asks for heads that divide by the ranks. "ring" passes
-            keys and values from rank to rank and holds those of two at once; it cannot be differentiated
-            twice. "auto" takes what sends least of the first two.
+        method: "allgather" sends every rank the keys and values that its rows see, and the gradients of them
+            back. "ulysses" sends every rank all rows of some heads: it sends less, gives the bits of a single
+            machine where no two ranks share a head of keys, and asks for heads that divide by the ranks.
+            "ring" passes keys and values from rank to rank while it computes and holds those of two at once.
+            "auto" takes what :func:`cost` says sends least within ``memory_limit``, the same on every rank.
         attn_mask: broadcasts to :math:`(\dots, H_q, L, S)`: the rows of this rank, the columns of all.
         is_causal: as in :func:`attn_ext.sdpa`, by the places of rows in their sequence, like the windows.
         scale: as there.
@@ -60,24 +145,37 @@ def context_parallel_sdpa(
         window_right: as there.
         softcap: as there.
         sinks: as there, the same on every rank.
+        dropout_p: as there. The draw is that of a single machine, and of packed sequences that of a padded
+            batch of them, on however many ranks.
+        dropout_seed: the number that keys the draw. None: the first rank draws one from torch's generator, as
+            :func:`attn_ext.sdpa` does.
         return_lse: also return the log-sum-exp of each row of scores.
+        return_key_mass: also return how much attention each key of this rank received from the rows of all.
+        ulysses_size: with "allgather" and "ring", how many neighbouring ranks first share their rows by heads
+            as "ulysses" does, so that ranks that are that many apart do the rest; 1 if None.
+        memory_limit: for "auto", how many bytes a rank may hold beside what it passes; 1 GiB if None.
+        check: ask the ranks, in 32 bytes each, whether they make the same call.
 
     Returns:
         The output, :math:`(\dots, H_q, L, D_v)`, in the dtype of ``query``; with ``return_lse`` also the
-        log-sum-exp, :math:`(\dots, H_q, L)`, as of :func:`attn_ext.sdpa_with_lse`.
+        log-sum-exp, :math:`(\dots, H_q, L)`, as of :func:`attn_ext.sdpa_with_lse`; with ``return_key_mass``
+        also the mass of this rank's keys, :math:`(\dots, H_q, L)`, as of :func:`attn_ext.sdpa_with_key_mass`.
 
     Dtypes:
         Those of :func:`attn_ext.sdpa`. Gradients of keys are summed over the ranks in float32 (float64 for
         float64).
 
     Raises:
-        ValueError: rows that are not those of the layout; a method that there is not, or that the heads do
-            not allow; a layout without a group.
-        RuntimeError: what :func:`attn_ext.sdpa` refuses.
+        ValueError: rows that are not those of the layout; a method that there is not, or that the heads or
+            ``return_key_mass`` do not allow; a layout without a group; on every rank, what two of them
+            disagree on.
+        RuntimeError: what :func:`attn_ext.sdpa` refuses, before anything is sent; on the other ranks, that a
+            rank was refused and why; a rank that died, by the timeout of the process group.
 
     Source:
         Jacobs et al. 2023, "DeepSpeed Ulysses"; Llama Team 2024, "The Llama 3 Herd of Models", section 3.3.2,
-        for all-gather.
+        for all-gather; Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite
+        Context".
 
     Example:
         >>> import torch, attn_ext
@@ -91,145 +189,238 @@ def context_parallel_sdpa(
         >>> outputs = run_in_memory(2, attend)
         >>> torch.testing.assert_close(outputs[1], attn_ext.sdpa(query, key, value, is_causal=True))
     """
-    _check(query, key, value, attn_mask, layout, method)
-    if method == "auto":
-        method = choose_method(
-            layout,
-            query_heads=_heads(query),
-            key_heads=_heads(key),
-            head_dim=query.shape[-1],
-            value_dim=value.shape[-1],
-            itemsize=query.element_size(),
-            has_mask=attn_mask is not None,
+    call = Call(
+        is_causal,
+        window_left,
+        window_right,
+        scale,
+        enable_gqa,
+        softcap,
+        dropout_p,
+        None,
+        return_lse,
+        return_key_mass,
+    )
+    query, key, value = (_lowered(x) for x in (query, key, value))
+    inputs = Inputs(query, key, value, attn_mask, sinks)
+    wish = Wish(method, ulysses_size, memory_limit)
+    with torch.autocast(query.device.type, enabled=False):
+        way, agreed = _agreed(call, inputs, layout, wish, dropout_seed, check)
+        if dropout_p > 0.0:
+            call = call._replace(seed=torch.tensor(agreed.seed, device=query.device))
+        results = _attend(call, inputs, layout, way, agreed.has_mask_rows)
+    found = tuple(x for x in results if x is not None)
+    return found if len(found) > 1 else found[0]
+
+
+class Inputs(NamedTuple):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    sinks: Tensor | None
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query, self.key, self.value
+
+
+class Wish(NamedTuple):
+    method: str
+    ulysses_size: int | None
+    memory_limit: int | None
+
+
+def _attend(call: Call, inputs: Inputs, layout: SequenceLayout, way: Way, has_mask_rows: bool) -> Results:
+    size, method = way.ulysses_size, attend_ring if way.method == "ring" else attend_gathered
+    if size == 1:
+        return method(call, inputs.tensors, inputs.mask, inputs.sinks, layout)
+    whole = transport_of(layout)
+    inside, across = _grid(whole, size)
+    group = layout.grouped(size, across)
+    heads, key_heads = heads_of_ranks(_heads(inputs.query), _heads(inputs.key), size)
+    own = heads[inside.rank]
+
+    def route(*of_tensors: Runs | None) -> Route:
+        first = group.rank * size
+        rows = group.runs[group.rank]
+        return Route(
+            inside, layout.runs[first : first + size], (rows,) * size, (Run(0, rows_of(rows)),), of_tensors
         )
-    bounds = {"is_causal": is_causal, "window_left": window_left, "window_right": window_right}
-    options = {**bounds, "scale": scale, "enable_gqa": enable_gqa, "softcap": softcap}
-    attend = partial(sdpa_with_lse if return_lse else _only_output, **options)
-    tensors = (query, key, value)
-    if method == "ulysses":
-        results = _ulysses(attend, tensors, attn_mask, sinks, layout)
-    elif method == "ring":
-        steps = plan(layout, layout.rank, **bounds)
-        ring = Ring(layout, transport_of(layout), steps, partial(sdpa_with_lse, **options))
-        results = RingAttention.apply(ring, *tensors, attn_mask, sinks)  # type: ignore[no-untyped-call]
-    else:
-        reach = Reach.of(is_causal, window_left, window_right)
-        results = _allgather(partial(attend, sinks=sinks), tensors, attn_mask, layout, reach)
-    return (results[0], results[1]) if return_lse else results[0]
+
+    (query,), (key,), (value,) = gather_rows(route(heads, key_heads, key_heads), *inputs.tensors)
+    mask = _mask_of_group(inputs.mask, _heads(inputs.query), has_mask_rows, heads, own, route)
+    sinks = None if inputs.sinks is None else inputs.sinks.narrow(0, own.begin, own.size)
+    results = method(call._replace(first_head=own.begin), (query, key, value), mask, sinks, group)
+    return Results(*(None if x is None else _of_own_rows(x, query.dim(), route(heads)) for x in results))
 
 
-def _allgather(
-    attend: Any, tensors: Sequence[Tensor], mask: Tensor | None, layout: SequenceLayout, reach: Reach
-) -> list[Tensor]:
-    """A call for each run of this rank's rows, with the keys that it sees."""
-    query, key, value = tensors
-    nothing = [(Run(0, 0), Run(0, 0))]  # a rank without rows too has a part in the sums of the others
-    runs, spans = zip(*(list(visible_keys(layout, layout.rank, reach)) or nothing), strict=True)
-    keys, values = gather_rows(Route(layout, spans), key, value)
-    results = []
-    for run, local, span, k, v in zip(runs, layout.local_runs() or runs, spans, keys, values, strict=True):
-        rows = query.narrow(-2, local.begin, local.size)
-        part = mask_part(mask, local, span)
-        results.append(attend(rows, k, v, attn_mask=part, query_offset=run.begin - span.begin))
-    return _joined(results)
+def _grid(transport: Transport, size: int) -> tuple[Transport, Transport]:
+    """The neighbours of a rank, and the ranks that are ``size`` apart."""
+    rank, ranks = transport.rank, transport.world_size
+    first = rank // size * size
+    inside = transport if size == ranks else Members(transport, range(first, first + size))
+    return inside, Members(transport, range(rank % size, ranks, size))
 
 
-def _ulysses(
-    attend: Any,
-    tensors: Sequence[Tensor],
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    layout: SequenceLayout,
-) -> list[Tensor]:
-    """A call for each sequence, with all of its rows and this rank's heads."""
-    query, key, value = tensors
-    query_heads, key_heads = _heads_of_ranks(_heads(query), _heads(key), layout.world_size)
-    own = query_heads[layout.rank]
-    spans = layout.sequences
-    rows = Route(layout, spans, query_heads)
-    (queries,) = gather_rows(rows, query)
-    keys, values = gather_rows(Route(layout, spans, key_heads), key, value)
-    mask = _mask_of_all_rows(mask, _heads(query), layout, query_heads)
-    sinks = None if sinks is None else sinks.narrow(0, own.begin, own.size)
-    results = [
-        attend(q, k, v, attn_mask=mask_part(mask, span, span), sinks=sinks)
-        for q, k, v, span in zip(queries, keys, values, spans, strict=True)
-    ]
-    # One group of each result: its outputs, and its lses as if they had one feature.
-    groups = [
-        [x if x.dim() == query.dim() else x.unsqueeze(-1) for x in kind]
-        for kind in zip(*results, strict=True)
-    ]
-    output, *lses = scatter_rows(rows, *groups)
-    return [output, *(lse.squeeze(-1) for lse in lses)]
-
-
-def _heads_of_ranks(query_heads: int, key_heads: int, ranks: int) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
+def heads_of_ranks(query_heads: int, key_heads: int, ranks: int) -> tuple[Runs, Runs]:
     """The heads of queries that each rank has, and the heads of keys that these read."""
-    if not heads_divide(query_heads, key_heads, ranks):
-        raise ValueError(
-            f"expected query heads that divide by the ranks, and key heads that divide by them or they by "
-            f"these, but got {query_heads} query heads and {key_heads} key heads over {ranks} ranks"
-        )
     own, readers = query_heads // ranks, query_heads // key_heads
     queries = tuple(Run(rank * own, (rank + 1) * own) for rank in range(ranks))
     keys = tuple(Run(heads.begin // readers, (heads.end - 1) // readers + 1) for heads in queries)
     return queries, keys
 
 
-def _mask_of_all_rows(
-    mask: Tensor | None, heads: int, layout: SequenceLayout, heads_of_ranks: tuple[Run, ...]
+def _mask_of_group(
+    mask: Tensor | None,
+    query_heads: int,
+    has_rows: bool,
+    heads: Runs,
+    own: Run,
+    route: Callable[..., Route],
 ) -> Tensor | None:
-    """The mask of this rank's heads, with the rows of all ranks or with one row for all."""
+    """The mask of this rank's heads, with the rows of its neighbours too, or with one row for all."""
     if mask is None:
         return None
-    by_head = mask.dim() > 2 and mask.shape[-3] == heads > 1
-    if not _has_rows(mask, layout):
-        own = heads_of_ranks[layout.rank]
+    by_head = mask.dim() > 2 and mask.shape[-3] == query_heads > 1
+    if not has_rows:
         return mask.narrow(-3, own.begin, own.size) if by_head else mask
-    whole = (Run(0, layout.length),)
-    ((gathered,),) = gather_rows(Route(layout, whole, heads_of_ranks if by_head else None), mask)
+    ((gathered,),) = gather_rows(route(heads if by_head else None), mask)
     return gathered
 
 
-def _has_rows(mask: Tensor, layout: SequenceLayout) -> bool:
-    """Whether the mask has a row for each row, and not one for all of them.
-
-    A rank that has one row cannot tell, so the ranks ask one another.
-    """
-    if mask.dim() < 2:
-        return False
-    route = Route(layout, ())
-    count = torch.tensor([mask.shape[-2]], device=mask.device)
-    counts = route.transport.all_gather(count, [(1,)] * layout.world_size)
-    return any(int(rows) != 1 for rows in counts)
+def _of_own_rows(x: Tensor, dims: int, route: Route) -> Tensor:
+    """What the neighbours found for the rows of this rank, of all heads."""
+    with_features = x if x.dim() == dims else x.unsqueeze(-1)
+    (own,) = scatter_rows(route, [with_features])
+    return own if x.dim() == dims else own.squeeze(-1)
 
 
-def _only_output(*args: Any, **options: Any) -> tuple[Tensor]:
-    return (sdpa(*args, **options),)
+def _agreed(
+    call: Call, inputs: Inputs, layout: SequenceLayout, wish: Wish, seed: int | None, check: bool
+) -> tuple[Way, Agreed]:
+    """How the call is made, and what the ranks told one another; nothing is sent if all of them know all."""
+    error: Exception | None = None
+    way = Way("allgather", 1)
+    told = Agreed(0, _mask_rows(inputs.mask) not in (None, 1))
+    try:
+        _check(call, inputs, layout)
+        way = _way(call, inputs, layout, wish)
+        if call.dropout_p > 0.0:
+            told = told._replace(seed=_seed(seed))
+    except (ValueError, RuntimeError) as refused:
+        if not check or layout.transport is None:
+            raise
+        error = refused
+    asks_for_mask = way.ulysses_size > 1 and _mask_rows(inputs.mask) is not None
+    draws = call.dropout_p > 0.0 and seed is None
+    if not (check or asks_for_mask or draws):
+        return way, told
+    described = _description(call, inputs, layout, wish, seed) if check and error is None else {}
+    return way, agree(transport_of(layout), described, error, told, inputs.query.device)
 
 
-def _joined(results: list[tuple[Tensor, ...]]) -> list[Tensor]:
-    """Outputs, and lses if there are, of runs that follow one another."""
-    return [torch.cat(kind, dim) for kind, dim in zip(zip(*results, strict=True), (-2, -1), strict=False)]
+def _description(
+    call: Call, inputs: Inputs, layout: SequenceLayout, wish: Wish, seed: int | None
+) -> dict[str, object]:
+    """What has to be the same on every rank, by the names that an error gives it."""
+    described: dict[str, object] = {
+        "layout": f"{layout.length} rows in {len(layout.sequences)} sequences, laid out as {layout.digest}",
+        **call._replace(seed=None)._asdict(),
+        **wish._asdict(),
+        "dropout_seed": seed,
+        "grad mode": torch.is_grad_enabled(),
+    }
+    for name, x in inputs._asdict().items():
+        name = {"mask": "attn_mask"}.get(name, name)
+        rows = -2 if name != "sinks" else None
+        described[f"shape of {name}"] = None if x is None else _shape_without(x, rows)
+        described[f"dtype of {name}"] = None if x is None else x.dtype
+        described[f"requires_grad of {name}"] = x is not None and x.requires_grad
+    return described
+
+
+def _shape_without(x: Tensor, dim: int | None) -> str:
+    """With the rows, which differ, left open."""
+    shape = [str(size) for size in x.shape]
+    if dim is not None and len(shape) >= -dim:
+        shape[dim] = "rows"
+    return f"({', '.join(shape)})"
+
+
+def _mask_rows(mask: Tensor | None) -> int | None:
+    return None if mask is None or mask.dim() < 2 else mask.shape[-2]
+
+
+def _seed(given: int | None) -> int:
+    largest = 2**63 - 1
+    if given is None:
+        return int(torch.randint(largest, ()))  # as the op draws it
+    if not 0 <= given <= largest:
+        raise ValueError(f"expected a dropout_seed from 0 to {largest}, but got {given}")
+    return given
+
+
+def _way(call: Call, inputs: Inputs, layout: SequenceLayout, wish: Wish) -> Way:
+    """That of the wish, or for "auto" what costs least."""
+    method, size = wish.method, wish.ulysses_size
+    if method not in ("auto", *METHODS):
+        raise ValueError(f"expected a method of 'auto', {', '.join(map(repr, METHODS))}, but got {method!r}")
+    if method == "ring" and call.return_key_mass:
+        raise ValueError("expected another method than 'ring' with return_key_mass, such as 'allgather'")
+    if size is not None and (method in ("auto", "ulysses") or size < 1 or layout.world_size % size):
+        raise ValueError(
+            f"expected a ulysses_size that divides the {layout.world_size} ranks, with method 'allgather' or "
+            f"'ring', but got {size} with {method!r}"
+        )
+    query, key, value = inputs.tensors
+    query_heads, key_heads = _heads(query), _heads(key)
+    if method == "auto":
+        return choose_way(
+            layout,
+            query_heads=query_heads,
+            key_heads=key_heads,
+            head_dim=query.shape[-1],
+            value_dim=value.shape[-1],
+            itemsize=query.element_size(),
+            batch=query.shape[:-3].numel(),
+            is_causal=call.is_causal,
+            window_left=call.window_left,
+            window_right=call.window_right,
+            has_mask=inputs.mask is not None,
+            can_ring=not call.return_key_mass,
+            memory_limit=wish.memory_limit,
+        )
+    size = layout.world_size if method == "ulysses" else size or 1
+    if size > 1:
+        _check_heads(inputs, size)
+    return Way("ring" if method == "ring" else "allgather", size)
+
+
+def _check_heads(inputs: Inputs, ranks: int) -> None:
+    for name, x in zip(("query", "key", "value"), inputs.tensors, strict=True):
+        if x.dim() < 3:
+            raise ValueError(f"expected {name} with a dimension of heads, but got shape {list(x.shape)}")
+    query_heads, key_heads = _heads(inputs.query), _heads(inputs.key)
+    if not heads_divide(query_heads, key_heads, ranks):
+        raise ValueError(
+            f"expected query heads that divide by the ranks, and key heads that divide by them or they by "
+            f"these, but got {query_heads} query heads and {key_heads} key heads over {ranks} ranks"
+        )
 
 
 def _heads(x: Tensor) -> int:
     return x.shape[-3] if x.dim() > 2 else 1
 
 
-def _check(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, layout: SequenceLayout, method: str
-) -> None:
-    if method not in METHODS:
-        raise ValueError(f"expected a method of {', '.join(map(repr, METHODS))}, but got {method!r}")
+def _check(call: Call, inputs: Inputs, layout: SequenceLayout) -> None:
+    """Rows are those of the layout, and the op takes the rest: it is called with none of them."""
     local = layout.num_rows()
-    for name, x in (("query", query), ("key", key), ("value", value)):
+    for name, x in zip(("query", "key", "value"), inputs.tensors, strict=True):
         if x.dim() < 2 or x.shape[-2] != local:
             got = x.shape[-2] if x.dim() > 1 else f"shape {list(x.shape)}"
             raise ValueError(f"expected {name} of {local} rows, those of rank {layout.rank}, but got {got}")
-        if method == "ulysses" and x.dim() < 3:
-            raise ValueError(f"expected {name} with a dimension of heads, but got shape {list(x.shape)}")
+    mask = inputs.mask
     if mask is not None:
         rows, columns = [1, 1, *mask.shape][-2:]
         if rows not in (1, local) or columns not in (1, layout.length):
@@ -237,3 +428,15 @@ def _check(
                 f"expected attn_mask of {local} rows or 1, and {layout.length} columns or 1, "
                 f"but got {list(mask.shape)}"
             )
+    nothing = Run(0, 0)
+    call = call._replace(seed=torch.zeros((), dtype=torch.int64, device=inputs.query.device))
+    with torch.no_grad():
+        empty = [x.narrow(-2, 0, 0) for x in inputs.tensors]
+        attend(call, empty, mask_part(mask, nothing, nothing), inputs.sinks, 0, (0, 0, 0, 0))
+
+
+def _lowered(x: Tensor) -> Tensor:
+    """In the dtype of autocast, as the op takes it there."""
+    device = x.device.type
+    lower = torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(device)) if lower else x

@@ -7,15 +7,20 @@ With S rows on W ranks, L = S / W of them here, and the features of keys and val
     ring               backward  (W - 1) L Hkv (D + Dv) itemsize + W L Hkv (D + Dv) 4
     Ulysses            either    (W - 1) L (Hq / W + heads of keys here) (D + Dv) itemsize
 
-received a rank. Ulysses has Hkv / W heads of keys on a rank, and one where there are fewer heads than ranks.
+received a rank; under a window less, as only what is seen is sent. Ulysses has Hkv / W heads of keys on a
+rank, and one where there are fewer heads than ranks. In two dimensions, U neighbours share their rows by
+heads, then W / U ranks that are U apart do all-gather or ring with U L rows and the heads here.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from .layout import SequenceLayout
-from .plan import visible_pairs
+from .exchange import shared_rows
+from .layout import Runs, SequenceLayout, rows_of
+from .plan import Reach, distances, pairs_of, visible_keys, wanted_keys
 
 METHODS = ("ulysses", "allgather", "ring")
+MEMORY_LIMIT = 2**30
+WIDE = 4  # bytes of what is summed over ranks
 
 
 class Cost(NamedTuple):
@@ -25,6 +30,15 @@ class Cost(NamedTuple):
     received_backward: int  # bytes
     keys_held: int  # bytes of keys and values that are in memory at once
     flops_forward: int
+    memory_forward: int  # bytes at the peak, beside what the rank passes
+    memory_backward: int  # bytes at the peak, beside what it passes and what the forward pass left
+
+
+class Way(NamedTuple):
+    """How a call is made: ``ulysses_size`` ranks share heads, the others do the method."""
+
+    method: str  # "allgather" or "ring"
+    ulysses_size: int
 
 
 def cost(
@@ -41,6 +55,7 @@ def cost(
     is_causal: bool = False,
     window_left: int | None = None,
     window_right: int | None = None,
+    ulysses_size: int | None = None,
 ) -> Cost:
     """Bytes and flops of a rank.
 
@@ -54,12 +69,14 @@ def cost(
         itemsize: bytes of an element, 2 for bfloat16.
         batch: how many sequences, or how many batches of packed ones.
         rank: which rank; that of the layout if None.
-        is_causal: as in :func:`attn_ext.sdpa`; like the windows it changes the flops alone.
+        is_causal: as in :func:`attn_ext.sdpa`, like the windows: what no row sees is not computed, and what
+            no row of a rank sees because of a window is not sent to it.
         window_left: as there.
         window_right: as there.
+        ulysses_size: as of :func:`context_parallel_sdpa`.
 
     Raises:
-        ValueError: a method that there is not.
+        ValueError: a method that there is not; a ``ulysses_size`` that does not divide the ranks.
 
     Example:
         >>> from attn_ext.distributed import SequenceLayout, cost
@@ -70,27 +87,108 @@ def cost(
     """
     if method not in METHODS:
         raise ValueError(f"expected a method of {', '.join(map(repr, METHODS))}, but got {method!r}")
+    size = layout.world_size if method == "ulysses" else ulysses_size or 1
+    if layout.world_size % size:
+        raise ValueError(f"expected a ulysses_size that divides {layout.world_size} ranks, but got {size}")
     rank = layout.rank if rank is None else rank
     key_heads = query_heads if key_heads is None else key_heads
     value_dim = head_dim if value_dim is None else value_dim
-    ranks, features = layout.world_size, head_dim + value_dim
-    local, others = layout.num_rows(rank), layout.length - layout.num_rows(rank)
-    bounds = {"is_causal": is_causal, "window_left": window_left, "window_right": window_right}
-    if method == "ulysses":
-        queries, keys = query_heads // ranks, max(1, key_heads // ranks)  # heads here
-        returned = local * (query_heads - queries)  # rows of this rank under heads of the others
-        forward = others * (queries * head_dim + keys * features) + returned * value_dim
-        backward = others * queries * value_dim + returned * head_dim + (ranks - 1) * local * keys * features
-        pairs = sum(visible_pairs(layout, each, **bounds) for each in range(ranks))
-        flops = 2 * batch * queries * features * pairs
-        held = layout.length * keys * features
-        return Cost(forward * batch * itemsize, backward * batch * itemsize, held * batch * itemsize, flops)
-    row = batch * key_heads * features  # elements of a row of keys and values
-    forward = others * row * itemsize
-    flops = 2 * batch * query_heads * features * visible_pairs(layout, rank, **bounds)
-    if method == "ring":
-        return Cost(forward, forward + layout.length * row * 4, 2 * local * row * itemsize, flops)
-    return Cost(forward, (ranks - 1) * local * row * 4, layout.length * row * itemsize, flops)
+    reach = Reach.of(is_causal, window_left, window_right)
+    return _Problem(
+        layout,
+        rank,
+        size,
+        method == "ring",
+        batch,
+        query_heads,
+        key_heads,
+        head_dim,
+        value_dim,
+        itemsize,
+        reach,
+    ).cost()
+
+
+class _Problem(NamedTuple):
+    """A call of one rank; all sizes of its properties are elements."""
+
+    layout: SequenceLayout
+    rank: int
+    size: int  # ranks that share heads
+    is_ring: bool
+    batch: int
+    query_heads: int
+    key_heads: int
+    head_dim: int
+    value_dim: int
+    itemsize: int
+    reach: Reach
+
+    def cost(self) -> Cost:
+        group, place = self.layout.grouped(self.size, None), self.rank // self.size
+        found = self._ring(group, place) if self.is_ring else self._allgather(group, place)
+        pairs = sum(pairs_of(run, keys, self.reach) for run, keys in visible_keys(group, place, self.reach))
+        flops = 2 * self.batch * self.queries * (self.head_dim + self.value_dim) * pairs
+        return self._with_heads(found._replace(flops_forward=flops), group.num_rows(place))
+
+    @property
+    def queries(self) -> int:
+        """Heads here, as of the next."""
+        return self.query_heads // self.size
+
+    @property
+    def keys(self) -> int:
+        return max(1, self.key_heads // self.size)
+
+    @property
+    def key_row(self) -> int:
+        """Of the keys and values here."""
+        return self.batch * self.keys * (self.head_dim + self.value_dim)
+
+    @property
+    def wide(self) -> int:
+        return max(WIDE, self.itemsize)
+
+    def _ring(self, group: SequenceLayout, place: int) -> Cost:
+        """Hops of all keys of a rank; their gradients go on home."""
+        ways = distances(group.runs, group.cu_seqlens, self.reach)
+        rows = [group.num_rows((place - way) % group.world_size) for way in ways]
+        largest, travels = max(rows), len(ways) > 1
+        keys = sum(rows[1:]) * self.key_row * self.itemsize
+        grads = sum(rows) * self.key_row * self.wide if travels else 0
+        held = (1 + travels) * largest * self.key_row
+        return Cost(keys, keys + grads, held * self.itemsize, 0, held * self.itemsize, 0)
+
+    def _allgather(self, group: SequenceLayout, place: int) -> Cost:
+        wanted = wanted_keys(group.runs, group.cu_seqlens, self.reach)
+        own = group.runs[place]
+        from_others = rows_of(wanted[place]) - _shared(own, wanted[place])
+        to_others = sum(_shared(own, rows) for rank, rows in enumerate(wanted) if rank != place)
+        held = rows_of(wanted[place]) * self.key_row * self.itemsize
+        forward, backward = from_others * self.key_row * self.itemsize, to_others * self.key_row * self.wide
+        return Cost(forward, backward, held, 0, 2 * held, 0)
+
+    def _with_heads(self, found: Cost, rows: int) -> Cost:
+        """And what goes between those that share heads, if any do."""
+        local = self.layout.num_rows(self.rank)
+        others, other_heads = rows - local, self.query_heads - self.queries
+        is_shared = self.keys * self.size > self.key_heads
+        itemsize = self.wide if is_shared else self.itemsize
+        queries = self.batch * self.queries
+        forward = (
+            others * (queries * self.head_dim + self.key_row)
+            + local * self.batch * other_heads * self.value_dim
+        )
+        returned = local * (self.batch * other_heads * self.head_dim + (self.size - 1) * self.key_row)
+        backward = others * queries * self.value_dim * self.itemsize + returned * itemsize
+        return found._replace(
+            received_forward=found.received_forward + forward * self.itemsize,
+            received_backward=found.received_backward + backward,
+        )
+
+
+def _shared(held: Runs, wanted: Runs) -> int:
+    return sum(place.size for _, place in shared_rows(held, wanted))
 
 
 def heads_divide(query_heads: int, key_heads: int, ranks: int) -> bool:
@@ -98,27 +196,36 @@ def heads_divide(query_heads: int, key_heads: int, ranks: int) -> bool:
     return query_heads % ranks == 0 and (key_heads % ranks == 0 or ranks % max(1, key_heads) == 0)
 
 
-def choose_method(
+def choose_way(
     layout: SequenceLayout,
     *,
     query_heads: int,
     key_heads: int,
-    head_dim: int,
-    value_dim: int | None = None,
-    itemsize: int = 4,
     has_mask: bool = False,
-) -> str:
-    """The method that receives the fewest bytes, forward and backward, among those that can be taken.
+    can_ring: bool = True,
+    memory_limit: int | None = None,
+    **problem: Any,
+) -> Way:
+    """What receives the fewest bytes, forward and backward, of what fits the memory; else what needs least.
 
-    With a mask that is all-gather: there the rows of the mask stay where they are. The answer is the same on
-    every rank.
+    With a mask nothing is shared by heads: the rows of the mask stay where they are. The answer is the same
+    on every rank.
     """
-    if has_mask or not heads_divide(query_heads, key_heads, layout.world_size):
-        return "allgather"
-    shape = {"query_heads": query_heads, "key_heads": key_heads, "head_dim": head_dim}
+    limit = MEMORY_LIMIT if memory_limit is None else memory_limit
+    ranks = layout.world_size
+    sizes = [n for n in range(1, ranks + 1) if ranks % n == 0 and heads_divide(query_heads, key_heads, n)]
+    ways = [
+        Way(method, size)
+        for size in (sizes[:1] if has_mask else sizes)
+        for method in ("allgather", "ring")
+        if method == "allgather" or (can_ring and size < ranks)
+    ]
+    shape = {"query_heads": query_heads, "key_heads": key_heads, "rank": 0, **problem}
 
-    def received(method: str) -> int:
-        found = cost(method, layout, value_dim=value_dim, itemsize=itemsize, rank=0, **shape)
-        return found.received_forward + found.received_backward
+    def burden(way: Way) -> tuple[int, int]:
+        found = cost(way.method, layout, ulysses_size=way.ulysses_size, **shape)
+        memory = max(found.memory_forward, found.memory_backward)
+        received = found.received_forward + found.received_backward
+        return (0, received) if memory <= limit else (1, memory)
 
-    return min(("ulysses", "allgather"), key=received)
+    return min(ways, key=burden)

@@ -1,33 +1,42 @@
-"""Rows to where they are needed, gradients back: a linear map and its adjoint, each backward of the other."""
+"""Rows to where they are wanted, gradients back: a linear map and its adjoint, each backward of the other."""
 
-from collections.abc import Sequence
-from itertools import islice
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import accumulate, islice, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .layout import Run, SequenceLayout, take
+from .layout import Run, Runs, rows_of
 from .transport import Transport
+
+Take = Callable[[Tensor, Tensor], None]
 
 
 class Route(NamedTuple):
-    """What goes where: the rows of all ranks to every rank, or to each rank those of some heads."""
+    """What goes where: each rank's wanted rows to it, of all heads or of its own."""
 
-    layout: SequenceLayout
-    spans: tuple[Run, ...]  # of global rows, one tensor each; they may overlap
-    heads: tuple[Run, ...] | None = None  # of each rank; None: of all heads to every rank
+    transport: Transport
+    held: tuple[Runs, ...]  # of each rank, its global rows in the order of its local rows
+    wanted: tuple[Runs, ...]  # of each rank, rising global rows, none of them twice
+    spans: Runs  # of the wanted rows of this rank, counted from the first: one tensor each; they may overlap
+    heads: tuple[Runs | None, ...] = ()  # of each tensor, of each rank; () and None: all heads to every rank
+    to_all: bool = True  # whether every rank wants rows of every other; else only who shares rows talks
     dim: int = -2  # of the rows; that of the heads is -3
 
     @property
-    def transport(self) -> Transport:
-        return transport_of(self.layout)
+    def ranks(self) -> range:
+        return range(len(self.held))
 
+    def heads_of(self, number: int) -> Runs | None:
+        return self.heads[number] if self.heads else None
 
-def transport_of(layout: SequenceLayout) -> Transport:
-    if layout.transport is None:
-        raise ValueError("expected a layout with a group, but got one that was made without a group")
-    return layout.transport
+    def adds(self, number: int) -> bool:
+        """Whether rows come back from several ranks, to be added."""
+        heads = self.heads_of(number)
+        return heads is None or any(a.overlap(b).size for a, b in pairwise(heads))
 
 
 def gather_rows(route: Route, *tensors: Tensor) -> list[list[Tensor]]:
@@ -49,8 +58,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, route: Route, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.route = route
-        wholes = [_gather(route, x) for x in tensors]
-        return tuple(w.narrow(route.dim, s.begin, s.size) for w in wholes for s in route.spans)
+        wholes = gather(route, tensors)
+        return tuple(w.narrow(route.dim, *_place(s)) for w in wholes for s in route.spans)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -63,64 +72,160 @@ class _Scatter(torch.autograd.Function):
         ctx.route = route
         count = len(route.spans)
         groups = [pieces[begin : begin + count] for begin in range(0, len(pieces), count)]
-        return tuple(_scatter(route, group) for group in groups)
+        wholes = [_add_spans(route, group) for group in groups]
+        return tuple(scatter(route, wholes, [group[0].dtype for group in groups]))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return (None, *_Gather.apply(ctx.route, *grads))  # type: ignore[no-untyped-call]
 
 
-def _gather(route: Route, x: Tensor) -> Tensor:
-    layout, transport = route.layout, route.transport
-    ranks = range(layout.world_size)
-    if route.heads is None:
-        shapes = [_resized(x.shape, {route.dim: layout.num_rows(rank)}) for rank in ranks]
-        received = transport.all_gather(x, shapes)
+def gather(route: Route, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The wanted rows of each tensor."""
+    rank, rows = route.transport.rank, rows_of(route.wanted[route.transport.rank])
+    wholes = []
+    for number, x in enumerate(tensors):
+        heads = route.heads_of(number)
+        wholes.append(x.new_empty(_resized(x, route.dim, rows, heads and heads[rank].size)))
+
+    def sent_to(other: int) -> list[Tensor]:
+        return [
+            _of_head(x, route.heads_of(number), other).narrow(route.dim, *_place(local))
+            for number, x in enumerate(tensors)
+            for local, _ in shared_rows(route.held[rank], route.wanted[other])
+        ]
+
+    def taken_from(other: int) -> list[Tensor]:
+        return [
+            whole.narrow(route.dim, *_place(place))
+            for whole in wholes
+            for _, place in shared_rows(route.held[other], route.wanted[rank])
+        ]
+
+    dtype = tensors[0].dtype
+    if not any(route.heads) and all(wanted == route.wanted[0] for wanted in route.wanted):
+        targets = [taken_from(other) for other in route.ranks]
+        message = _message(sent_to(rank), dtype, tensors[0])
+        _take(route.transport.all_gather(message, _sizes(targets)), targets, _copy)
     else:
-        own = route.heads[layout.rank].size
-        shapes = [_resized(x.shape, {route.dim: layout.num_rows(rank), -3: own}) for rank in ranks]
-        received = transport.all_to_all([x.narrow(-3, h.begin, h.size) for h in route.heads], shapes)
-    whole = x.new_empty(_resized(received[0].shape, {route.dim: layout.length}))
-    for rank in ranks:
-        for local, run in zip(layout.local_runs(rank), layout.runs[rank], strict=True):
-            piece = received[rank].narrow(route.dim, local.begin, local.size)
-            whole.narrow(route.dim, run.begin, run.size).copy_(piece)
-    return whole
+        _swap(route, sent_to, taken_from, _copy, tensors[0], dtype)
+    return wholes
 
 
-def _scatter(route: Route, pieces: Sequence[Tensor]) -> Tensor:
-    layout, dim = route.layout, route.dim
-    whole = _add_spans(route, pieces)
-    mine = _resized(whole.shape, {dim: layout.num_rows()})
-    ranks = range(layout.world_size)
-    heads = route.heads
-    shapes = [mine if heads is None else _resized(mine, {-3: heads[rank].size}) for rank in ranks]
-    received = route.transport.all_to_all([take(layout, whole, dim, rank) for rank in ranks], shapes)
-    total = mine if heads is None else _resized(mine, {-3: max(run.end for run in heads)})
-    result = whole.new_zeros(total, dtype=_wide(whole.dtype))
-    for rank in ranks:
-        part = result if heads is None else result.narrow(-3, heads[rank].begin, heads[rank].size)
-        part.add_(received[rank])
-    return result.to(pieces[0].dtype)
+def scatter(route: Route, wholes: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """The adjoint of :func:`gather`; sums are rounded to ``dtypes`` at their end."""
+    rank, rows = route.transport.rank, rows_of(route.held[route.transport.rank])
+    totals = []
+    for number, x in enumerate(wholes):
+        heads = route.heads_of(number)
+        shape = _resized(x, route.dim, rows, heads and max(run.end for run in heads))
+        totals.append(x.new_zeros(shape, dtype=wide(x.dtype)))
+
+    def sent_to(other: int) -> list[Tensor]:
+        return [
+            x.narrow(route.dim, *_place(place))
+            for x in wholes
+            for _, place in shared_rows(route.held[other], route.wanted[rank])
+        ]
+
+    def taken_from(other: int) -> list[Tensor]:
+        return [
+            _of_head(total, route.heads_of(number), other).narrow(route.dim, *_place(local))
+            for number, total in enumerate(totals)
+            for local, _ in shared_rows(route.held[rank], route.wanted[other])
+        ]
+
+    adds = any(map(route.adds, range(len(wholes))))
+    _swap(route, sent_to, taken_from, _add, wholes[0], totals[0].dtype if adds else wholes[0].dtype)
+    return [total.to(dtype) for total, dtype in zip(totals, dtypes, strict=True)]
+
+
+Parts = Callable[[int], list[Tensor]]
+
+
+def _swap(
+    route: Route, sent_to: Parts, taken_from: Parts, take: Take, like: Tensor, dtype: torch.dtype
+) -> None:
+    """Each rank's parts to it, and those of each rank taken, in the order of the ranks."""
+    targets = [taken_from(other) for other in route.ranks]
+    if route.to_all:
+        messages = [_message(sent_to(other), dtype, like) for other in route.ranks]
+        _take(route.transport.all_to_all(messages, _sizes(targets)), targets, take)
+        return
+    sent = {other: _message(parts, dtype, like) for other in route.ranks if (parts := sent_to(other))}
+    sizes = {rank: size for rank, size in enumerate(_sizes(targets)) if size}
+    arrived = route.transport.exchange(sent, sizes, like.new_empty(0, dtype=dtype))()
+    _take([arrived[rank] for rank in sizes], [targets[rank] for rank in sizes], take)
+
+
+def _sizes(targets: Sequence[Sequence[Tensor]]) -> list[int]:
+    return [sum(part.numel() for part in parts) for parts in targets]
+
+
+def _message(parts: Sequence[Tensor], dtype: torch.dtype, like: Tensor) -> Tensor:
+    flat = [part.reshape(-1).to(dtype) for part in parts]
+    return torch.cat(flat) if flat else like.new_empty(0, dtype=dtype)
+
+
+def _take(messages: Sequence[Tensor], targets: Sequence[Sequence[Tensor]], take: Take) -> None:
+    for message, parts in zip(messages, targets, strict=True):
+        pieces = message.split([part.numel() for part in parts])
+        for part, piece in zip(parts, pieces, strict=True):
+            take(part, piece.view(part.shape))
+
+
+def _copy(target: Tensor, piece: Tensor) -> None:
+    target.copy_(piece)
+
+
+def _add(target: Tensor, piece: Tensor) -> None:
+    target.add_(piece)
+
+
+@lru_cache(maxsize=1 << 16)
+def shared_rows(held: Runs, wanted: Runs) -> tuple[tuple[Run, Run], ...]:
+    """Rows that are both held and wanted: their places among those held and among those wanted."""
+    begins = [run.begin for run in wanted]
+    places = list(accumulate((run.size for run in wanted), initial=0))
+    found, local = [], 0
+    for run in held:
+        for number in range(max(0, bisect_right(begins, run.begin) - 1), len(wanted)):
+            if begins[number] >= run.end:
+                break
+            rows = run.overlap(wanted[number])
+            if rows.size:
+                at, place = local + rows.begin - run.begin, places[number] + rows.begin - begins[number]
+                found.append((Run(at, at + rows.size), Run(place, place + rows.size)))
+        local += run.size
+    return tuple(found)
 
 
 def _add_spans(route: Route, pieces: Sequence[Tensor]) -> Tensor:
-    """The spans as one tensor of all rows, in float32 at least: they may overlap."""
-    shape = _resized(pieces[0].shape, {route.dim: route.layout.length})
-    if len(pieces) == 1 and pieces[0].shape[route.dim] == route.layout.length:
+    """The spans as one tensor of the wanted rows, in float32 at least: they may overlap."""
+    rows = rows_of(route.wanted[route.transport.rank])
+    if len(pieces) == 1 and pieces[0].shape[route.dim] == rows:
         return pieces[0]  # nothing is added yet, so nothing is lost in its own dtype
-    whole = pieces[0].new_zeros(shape, dtype=_wide(pieces[0].dtype))
+    whole = pieces[0].new_zeros(_resized(pieces[0], route.dim, rows), dtype=wide(pieces[0].dtype))
     for span, piece in zip(route.spans, pieces, strict=True):
-        whole.narrow(route.dim, span.begin, span.size).add_(piece)
+        whole.narrow(route.dim, *_place(span)).add_(piece)
     return whole
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _of_head(x: Tensor, heads: Runs | None, rank: int) -> Tensor:
+    return x if heads is None else x.narrow(-3, *_place(heads[rank]))
+
+
+def _place(run: Run) -> tuple[int, int]:
+    return run.begin, run.size
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _resized(shape: Sequence[int], sizes: dict[int, int]) -> list[int]:
-    resized = list(shape)
-    for dim, size in sizes.items():
-        resized[dim] = size
-    return resized
+def _resized(x: Tensor, dim: int, rows: int, heads: int | None = None) -> list[int]:
+    shape = list(x.shape)
+    shape[dim] = rows
+    if heads is not None:
+        shape[-3] = heads
+    return shape

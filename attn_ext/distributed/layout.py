@@ -1,7 +1,11 @@
 """Which rows of a sequence lie on which rank."""
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from heapq import heapreplace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -28,6 +32,9 @@ class Run(NamedTuple):
         return Run(begin, max(begin, min(self.end, other.end)))
 
 
+Runs = tuple[Run, ...]
+
+
 @dataclass(frozen=True)
 class SequenceLayout:
     """Which rows of a sequence, or of packed sequences, lie on which rank.
@@ -48,14 +55,14 @@ class SequenceLayout:
 
     Example:
         >>> from attn_ext.distributed import SequenceLayout
-        >>> layout = SequenceLayout.zigzag(10, rank=1, world_size=2)
-        >>> layout.runs[1]
-        (Run(begin=3, end=6), Run(begin=6, end=8))
+        >>> layout = SequenceLayout.zigzag(10, rank=0, world_size=2)
+        >>> layout.runs[0]
+        (Run(begin=0, end=3), Run(begin=8, end=10))
         >>> layout.shard(torch.arange(10) * 10, dim=0)
-        tensor([30, 40, 50, 60, 70])
+        tensor([ 0, 10, 20, 80, 90])
     """
 
-    runs: tuple[tuple[Run, ...], ...]
+    runs: tuple[Runs, ...]
     cu_seqlens: tuple[int, ...]
     rank: int
     transport: Transport | None
@@ -101,7 +108,10 @@ class SequenceLayout:
         rank: int = 0,
         world_size: int | None = None,
     ) -> "SequenceLayout":
-        """Packed sequences, each laid out as by :meth:`zigzag`; no row sees another sequence.
+        """Packed sequences: short ones whole, long ones as by :meth:`zigzag`; no row sees another sequence.
+
+        A sequence is short if it has at most a fourth of a rank's share of the rows. Each goes, the longest
+        first, to the rank that has the fewest rows yet, as long as that gets no more than its share.
 
         Args:
             cu_seqlens: 0, then where each sequence ends.
@@ -114,11 +124,13 @@ class SequenceLayout:
         """
         rank, ranks, transport = _place(group, rank, world_size)
         starts = _checked(cu_seqlens)
-        runs: list[list[Run]] = [[] for _ in range(ranks)]
-        for begin, end in pairwise(starts):
-            for piece, run in enumerate(_pieces(begin, end, 2 * ranks)):
+        runs, long = _deal_out([Run(*ends) for ends in pairwise(starts)], ranks)
+        dealt = 0
+        for sequence in long:
+            for piece, run in enumerate(_pieces(sequence, 2 * ranks, dealt)):
                 runs[min(piece, 2 * ranks - 1 - piece)].append(run)
-        return cls(tuple(map(_not_empty, runs)), starts, rank, transport)
+            dealt += sequence.size
+        return cls(tuple(_joined(starts, own) for own in runs), starts, rank, transport)
 
     @property
     def world_size(self) -> int:
@@ -131,7 +143,7 @@ class SequenceLayout:
         return self.cu_seqlens[-1]
 
     @property
-    def sequences(self) -> tuple[Run, ...]:
+    def sequences(self) -> Runs:
         """The rows of each sequence."""
         return tuple(Run(*ends) for ends in pairwise(self.cu_seqlens))
 
@@ -139,7 +151,7 @@ class SequenceLayout:
         """How many rows a rank has, this one if None."""
         return sum(run.size for run in self.runs[self.rank if rank is None else rank])
 
-    def local_runs(self, rank: int | None = None) -> tuple[Run, ...]:
+    def local_runs(self, rank: int | None = None) -> Runs:
         """Where among its own rows a rank has each of its runs."""
         sizes = (run.size for run in self.runs[self.rank if rank is None else rank])
         ends = accumulate(sizes, initial=0)
@@ -182,8 +194,47 @@ class SequenceLayout:
         from .exchange import Route, gather_rows
 
         check_rows(x, dim, self.num_rows())
-        ((whole,),) = gather_rows(Route(self, (Run(0, self.length),), dim=_negative(x, dim)), x)
+        everything = (Run(0, self.length),)
+        wanted = (everything,) * self.world_size
+        route = Route(transport_of(self), self.runs, wanted, everything, dim=_negative(x, dim))
+        ((whole,),) = gather_rows(route, x)
         return whole
+
+    @cached_property
+    def digest(self) -> str:
+        """The same for the same rows on the same ranks."""
+        return blake2b(repr((self.runs, self.cu_seqlens)).encode(), digest_size=8).hexdigest()
+
+    def sequence_of(self, rows: Run) -> int:
+        """The number of the sequence in which rows begin."""
+        return max(0, bisect_right(self.cu_seqlens, rows.begin) - 1)
+
+    def grouped(self, size: int, transport: Transport | None) -> "SequenceLayout":
+        """As many neighbouring ranks at a time as one rank; ``transport`` is that of this rank's group."""
+        groups = [self.runs[first : first + size] for first in range(0, self.world_size, size)]
+        runs = tuple(_joined(self.cu_seqlens, (run for own in group for run in own)) for group in groups)
+        return SequenceLayout(runs, self.cu_seqlens, self.rank // size, transport)
+
+
+def transport_of(layout: SequenceLayout) -> Transport:
+    if layout.transport is None:
+        raise ValueError("expected a layout with a group, but got one that was made without a group")
+    return layout.transport
+
+
+def merged(runs: Iterable[Run]) -> Runs:
+    """The rows of all runs, rising and each once."""
+    result: list[Run] = []
+    for run in sorted(runs):
+        if result and run.begin <= result[-1].end:
+            result[-1] = Run(result[-1].begin, max(run.end, result[-1].end))
+        elif run.size:
+            result.append(run)
+    return tuple(result)
+
+
+def rows_of(runs: Iterable[Run]) -> int:
+    return sum(run.size for run in runs)
 
 
 def check_rows(x: Tensor, dim: int, expected: int) -> None:
@@ -229,16 +280,44 @@ def _checked(cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
     return starts
 
 
-def _pieces(begin: int, end: int, count: int) -> list[Run]:
+def _deal_out(sequences: Sequence[Run], ranks: int) -> tuple[list[list[Run]], list[Run]]:
+    """Short sequences by rank, and those that are left to be cut into pieces."""
+    share = -(-sum(sequence.size for sequence in sequences) // ranks)
+    runs: list[list[Run]] = [[] for _ in range(ranks)]
+    loads = [(0, rank) for rank in range(ranks)]
+    left = []
+    for sequence in sorted(sequences, key=lambda run: (-run.size, run.begin)):
+        load, rank = loads[0]
+        if 4 * sequence.size <= share and load + sequence.size <= share:
+            runs[rank].append(sequence)
+            heapreplace(loads, (load + sequence.size, rank))
+        else:
+            left.append(sequence)
+    return runs, sorted(left)
+
+
+def _pieces(rows: Run, count: int, dealt: int) -> list[Run]:
     """Pieces whose lengths differ by 1 at most.
 
-    Which of them are longer goes on, from one sequence to the next, where the last one stopped: the rows
-    before ``begin`` were dealt out in the same way.
+    Which of them are longer goes on, from one sequence to the next, where the last one stopped: ``dealt``
+    rows were cut before these.
     """
-    base, longer = divmod(end - begin, count)
-    lengths = [base + ((piece - begin) % count < longer) for piece in range(count)]
-    return [Run(*cut) for cut in pairwise(accumulate(lengths, initial=begin))]
+    base, longer = divmod(rows.size, count)
+    lengths = [base + ((piece - dealt) % count < longer) for piece in range(count)]
+    return [Run(*cut) for cut in pairwise(accumulate(lengths, initial=rows.begin))]
 
 
-def _not_empty(runs: Sequence[Run]) -> tuple[Run, ...]:
+def _joined(cu_seqlens: Sequence[int], runs: Iterable[Run]) -> Runs:
+    """Rising, and neighbours of one sequence as one run."""
+    starts = set(cu_seqlens)
+    joined: list[Run] = []
+    for run in sorted(run for run in runs if run.size):
+        if joined and joined[-1].end == run.begin and run.begin not in starts:
+            joined[-1] = Run(joined[-1].begin, run.end)
+        else:
+            joined.append(run)
+    return tuple(joined)
+
+
+def _not_empty(runs: Sequence[Run]) -> Runs:
     return tuple(run for run in runs if run.size)

@@ -1,22 +1,36 @@
 """Ranks that are threads of one process: any number of them, without a network."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
-from .transport import Shape
+from .transport import Arrival
 
 Result = TypeVar("Result")
 
 
+class _Broken(Exception):
+    """Another rank has failed, and says why."""
+
+
 class _Table:
-    """Where the ranks lay down what they send."""
+    """Where the ranks lay down what they send to all, and the inbox of each."""
 
     def __init__(self, world_size: int) -> None:
-        self.pieces: list[Sequence[Tensor]] = [()] * world_size
+        self.messages: list[Sequence[Tensor]] = [()] * world_size
         self.barrier = threading.Barrier(world_size)
+        self.inboxes: list[SimpleQueue[tuple[int, Tensor] | None]] = [
+            SimpleQueue() for _ in range(world_size)
+        ]
+
+    def abort(self) -> None:
+        self.barrier.abort()
+        for inbox in self.inboxes:
+            inbox.put(None)
 
 
 class MemoryTransport:
@@ -24,22 +38,49 @@ class MemoryTransport:
 
     def __init__(self, table: _Table, rank: int) -> None:
         self._table = table
+        self._early: dict[int, list[Tensor]] = {}  # by sender: what came before it was asked for
         self.rank = rank
-        self.world_size = len(table.pieces)
+        self.world_size = len(table.messages)
 
-    def all_gather(self, piece: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-        return self.all_to_all([piece] * self.world_size, shapes)
+    def all_gather(self, message: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        return _checked(self._swap([message.clone()], lambda sent: sent[0]), sizes)
 
-    def all_to_all(self, pieces: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-        self._table.pieces[self.rank] = pieces
+    def all_to_all(self, messages: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        return _checked(self._swap(messages, lambda sent: sent[self.rank]), sizes)
+
+    def exchange(self, sent: Mapping[int, Tensor], sizes: Mapping[int, int], like: Tensor) -> Arrival:
+        for rank, message in sent.items():
+            if message.numel():
+                self._table.inboxes[rank].put((self.rank, message))
+
+        def wait() -> dict[int, Tensor]:
+            received = {rank: self._next(rank) if size else like.new_empty(0) for rank, size in sizes.items()}
+            _checked(list(received.values()), list(sizes.values()))
+            return received
+
+        return wait
+
+    def _swap(self, messages: Sequence[Tensor], mine: Callable[[Sequence[Tensor]], Tensor]) -> list[Tensor]:
+        self._table.messages[self.rank] = messages
         self._table.barrier.wait()
-        received = [sent[self.rank].clone() for sent in self._table.pieces]
+        received = [mine(sent) for sent in self._table.messages]
         self._table.barrier.wait()  # nobody lays down the next before everybody has taken this
-        for sender, (piece, shape) in enumerate(zip(received, shapes, strict=True)):
-            if tuple(piece.shape) != tuple(shape):
-                got = list(piece.shape)
-                raise ValueError(f"expected shape {list(shape)} from rank {sender}, but got {got}")
         return received
+
+    def _next(self, sender: int) -> Tensor:
+        while not self._early.get(sender):
+            arrived = self._table.inboxes[self.rank].get()
+            if arrived is None:
+                raise _Broken
+            self._early.setdefault(arrived[0], []).append(arrived[1])
+        return self._early[sender].pop(0)
+
+
+def _checked(received: list[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    got = [message.numel() for message in received]
+    if got != list(sizes):
+        raise ValueError(f"expected messages of {list(sizes)} elements, but got {got}")
+    return received
 
 
 def run_in_memory(world_size: int, function: Callable[[MemoryTransport], Result]) -> list[Result]:
@@ -66,19 +107,22 @@ def run_in_memory(world_size: int, function: Callable[[MemoryTransport], Result]
     errors: list[Exception] = []
 
     def call(rank: int) -> None:
+        torch.set_num_threads(1)  # or each of the ranks would start as many as there are cores
         try:
             results[rank] = function(MemoryTransport(table, rank))
-        except threading.BrokenBarrierError:
-            pass  # another rank failed, and says why
+        except (_Broken, threading.BrokenBarrierError):
+            pass
         except Exception as error:
             errors.append(error)
-            table.barrier.abort()
+            table.abort()
 
+    before = torch.get_num_threads()
     threads = [threading.Thread(target=call, args=(rank,)) for rank in range(world_size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    torch.set_num_threads(before)
     if errors:
         raise errors[0]
     return results

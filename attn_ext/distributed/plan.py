@@ -1,9 +1,11 @@
 """Which rows meet which keys, and where: numbers only."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
-from .layout import Run, SequenceLayout, check_rank
+from .layout import Run, Runs, SequenceLayout, check_rank, merged
 
 
 class Step(NamedTuple):
@@ -77,7 +79,7 @@ def plan(
     reach = Reach.of(is_causal, window_left, window_right)
     own = list(visible_keys(layout, rank, reach))
     steps = []
-    for distance in range(layout.world_size):
+    for distance in distances(layout.runs, layout.cu_seqlens, reach):
         owner = (rank - distance) % layout.world_size
         for run, visible in own:
             for held in layout.runs[owner]:
@@ -98,6 +100,74 @@ def visible_keys(layout: SequenceLayout, rank: int, reach: Reach) -> Iterator[tu
         yield run, reach.keys_of(run, sequence)
 
 
+@lru_cache(maxsize=64)
+def distances(runs: tuple[Runs, ...], cu_seqlens: tuple[int, ...], reach: Reach) -> tuple[int, ...]:
+    """How far before any rank, around the ring, is a rank whose keys it sees; 0, itself, comes first."""
+    layout = SequenceLayout(runs, cu_seqlens, 0, None)
+    held = sorted((run.begin, run.end, rank) for rank, own in enumerate(runs) for run in own)
+    begins = [begin for begin, _, _ in held]
+    found = {0}
+    for rank in range(layout.world_size):
+        for _, keys in visible_keys(layout, rank, reach):
+            first = max(0, bisect_right(begins, keys.begin) - 1)
+            last = bisect_left(begins, keys.end)
+            found.update(
+                (rank - owner) % layout.world_size for _, end, owner in held[first:last] if end > keys.begin
+            )
+        if len(found) == layout.world_size:
+            break
+    return tuple(sorted(found))
+
+
+Need = tuple[Run, Run]
+
+
+@lru_cache(maxsize=64)
+def needs(
+    runs: tuple[Runs, ...], cu_seqlens: tuple[int, ...], reach: Reach, block: int = 1, but_whole: bool = False
+) -> tuple[tuple[Need, ...], ...]:
+    """Of each rank, its runs and the keys that each sees, from the begin of a block of columns on.
+
+    Whole sequences, which see nothing that lies elsewhere, may be left out.
+    """
+    layout = SequenceLayout(runs, cu_seqlens, 0, None)
+    return tuple(
+        tuple(
+            (run, _from_block(layout, keys, block))
+            for run, keys in visible_keys(layout, rank, reach)
+            if not (but_whole and is_whole(layout, run))
+        )
+        for rank in range(layout.world_size)
+    )
+
+
+def _from_block(layout: SequenceLayout, keys: Run, block: int) -> Run:
+    first = layout.cu_seqlens[layout.sequence_of(keys)]
+    return Run(keys.begin - (keys.begin - first) % block, keys.end)
+
+
+@lru_cache(maxsize=64)
+def wanted_keys(
+    runs: tuple[Runs, ...], cu_seqlens: tuple[int, ...], reach: Reach, block: int = 1, but_whole: bool = False
+) -> tuple[Runs, ...]:
+    """Of each rank, the keys that all-gather sends it: all, or what it needs where that is less."""
+    if sends_all(cu_seqlens, reach):
+        return ((Run(0, cu_seqlens[-1]),),) * len(runs)
+    found = needs(runs, cu_seqlens, reach, block, but_whole)
+    return tuple(merged(keys for _, keys in need) for need in found)
+
+
+def sends_all(cu_seqlens: tuple[int, ...], reach: Reach) -> bool:
+    """Whether all keys go to every rank: causality alone spares a fourth, and one collective is fast."""
+    return reach.left is None and len(cu_seqlens) == 2
+
+
+def is_whole(layout: SequenceLayout, run: Run) -> bool:
+    """Whether a run is a whole sequence."""
+    number = layout.sequence_of(run)
+    return run == Run(layout.cu_seqlens[number], layout.cu_seqlens[number + 1])
+
+
 def visible_pairs(
     layout: SequenceLayout,
     rank: int,
@@ -108,10 +178,10 @@ def visible_pairs(
 ) -> int:
     """How many pairs of a row and a key the rows of a rank see: its work."""
     reach = Reach.of(is_causal, window_left, window_right)
-    return sum(_pairs(run, keys, reach) for run, keys in visible_keys(layout, rank, reach))
+    return sum(pairs_of(run, keys, reach) for run, keys in visible_keys(layout, rank, reach))
 
 
-def _pairs(rows: Run, keys: Run, reach: Reach) -> int:
+def pairs_of(rows: Run, keys: Run, reach: Reach) -> int:
     """Every row sees itself, so its keys end behind where they begin: the difference of two sums."""
     ends = rows.size * keys.end if reach.right is None else _sum_of_min(rows, reach.right + 1, keys.end)
     if reach.left is None:

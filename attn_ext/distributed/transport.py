@@ -1,17 +1,21 @@
-"""How pieces of tensors go from rank to rank: the only place that calls torch.distributed."""
+"""How messages go from rank to rank: the only place that calls torch.distributed."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-Shape = Sequence[int]
+#: Waits for the messages that an exchange receives, by their senders.
+Arrival = Callable[[], dict[int, Tensor]]
 
 
 class Transport(Protocol):
-    """What a layout needs to communicate. Pieces may differ in shape; each rank knows those it receives."""
+    """What a layout needs to communicate.
+
+    Messages are 1-D, of one dtype in one call; nobody changes one after it was handed over or received. Sizes
+    are elements, and every rank knows those that it receives.
+    """
 
     @property
     def rank(self) -> int: ...
@@ -19,12 +23,19 @@ class Transport(Protocol):
     @property
     def world_size(self) -> int: ...
 
-    def all_gather(self, piece: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-        """The piece of each rank, of which ``shapes`` are the shapes."""
+    def all_gather(self, message: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """The message of each rank."""
         ...
 
-    def all_to_all(self, pieces: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-        """What each rank sent here, in ``shapes``; ``pieces[w]`` goes to rank w."""
+    def all_to_all(self, messages: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """What each rank sent here; ``messages[w]`` goes to rank w."""
+        ...
+
+    def exchange(self, sent: Mapping[int, Tensor], sizes: Mapping[int, int], like: Tensor) -> Arrival:
+        """Start to send to some ranks and to receive from some, with the dtype and device of ``like``.
+
+        Only the two ranks of a message know of it. Empty ones are not sent.
+        """
         ...
 
 
@@ -38,31 +49,80 @@ class GroupTransport:
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
 
-    def all_gather(self, piece: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
+    def all_gather(self, message: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         import torch.distributed as dist
 
-        sizes = [math.prod(shape) for shape in shapes]
-        largest = max(sizes)  # gloo gathers pieces of one size only
-        padded = piece.new_zeros(largest)
-        padded[: piece.numel()] = piece.reshape(-1)
-        gathered = piece.new_empty(self.world_size * largest)
+        largest = max(sizes)  # gloo gathers messages of one size only
+        padded = message if message.numel() == largest else message.new_zeros(largest)
+        if padded is not message:
+            padded[: message.numel()] = message
+        gathered = message.new_empty(self.world_size * largest)
         dist.all_gather_into_tensor(gathered, padded, group=self.group)
         rows = gathered.view(self.world_size, largest)
-        return [row[:size].view(tuple(shape)) for row, size, shape in zip(rows, sizes, shapes, strict=True)]
+        return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
-    def all_to_all(self, pieces: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
+    def all_to_all(self, messages: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         import torch.distributed as dist
 
-        sizes = [math.prod(shape) for shape in shapes]
-        sent = torch.cat([piece.reshape(-1) for piece in pieces])
+        sent = torch.cat(list(messages))
         received = sent.new_empty(sum(sizes))
-        dist.all_to_all_single(received, sent, sizes, [piece.numel() for piece in pieces], group=self.group)
-        return [r.view(tuple(shape)) for r, shape in zip(received.split(sizes), shapes, strict=True)]
+        dist.all_to_all_single(received, sent, list(sizes), [m.numel() for m in messages], group=self.group)
+        return list(received.split(list(sizes)))
+
+    def exchange(self, sent: Mapping[int, Tensor], sizes: Mapping[int, int], like: Tensor) -> Arrival:
+        import torch.distributed as dist
+
+        group = dist.group.WORLD if self.group is None else self.group
+        received = {rank: like.new_empty(size) for rank, size in sizes.items()}
+        others = [
+            *((dist.isend, rank, message) for rank, message in sent.items()),
+            *((dist.irecv, rank, message) for rank, message in received.items()),
+        ]
+        transfers = [
+            dist.P2POp(way, message, dist.get_global_rank(group, rank), self.group)
+            for way, rank, message in others
+            if message.numel() and rank != self.rank
+        ]
+        under_way = dist.batch_isend_irecv(transfers) if transfers else []
+
+        def wait() -> dict[int, Tensor]:
+            for transfer in under_way:
+                transfer.wait()
+            return {rank: sent[rank] if rank == self.rank else message for rank, message in received.items()}
+
+        return wait
+
+
+class Members:
+    """Some ranks of a transport, numbered anew, that exchange among themselves."""
+
+    def __init__(self, whole: Transport, members: Sequence[int]) -> None:
+        self._whole = whole
+        self._members = list(members)
+        self.rank = self._members.index(whole.rank)
+        self.world_size = len(self._members)
+
+    def all_gather(self, message: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        return self.all_to_all([message] * self.world_size, sizes)
+
+    def all_to_all(self, messages: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        arrival = self.exchange(dict(enumerate(messages)), dict(enumerate(sizes)), messages[0])
+        received = arrival()
+        return [received[rank] for rank in range(self.world_size)]
+
+    def exchange(self, sent: Mapping[int, Tensor], sizes: Mapping[int, int], like: Tensor) -> Arrival:
+        members = self._members
+        arrival = self._whole.exchange(
+            {members[rank]: message for rank, message in sent.items()},
+            {members[rank]: size for rank, size in sizes.items()},
+            like,
+        )
+        return lambda: {members.index(rank): message for rank, message in arrival().items()}
 
 
 def as_transport(group: Any) -> Transport:
     """A transport as it is; a process group, a DeviceMesh of one dimension, or None for the default group."""
-    if hasattr(group, "rank") and hasattr(group, "world_size"):
+    if hasattr(group, "all_to_all") and hasattr(group, "exchange"):
         transport: Transport = group
         return transport
     if hasattr(group, "get_group"):
