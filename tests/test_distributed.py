@@ -1,5 +1,6 @@
 """Attention over several ranks is attention on one: in processes over gloo, and in threads of one process."""
 
+import functools
 import os
 import tempfile
 from itertools import pairwise
@@ -14,6 +15,12 @@ import attn_ext
 from attn_ext.distributed import SequenceLayout, context_parallel_sdpa, run_in_memory
 
 METHODS = ("ulysses", "allgather", "ring")
+#: In two dimensions, pairs of neighbours share heads.
+WAYS: dict[str, dict[str, Any]] = {
+    **{method: {"method": method} for method in METHODS},
+    "ulysses_allgather": {"method": "allgather", "ulysses_size": 2},
+    "ulysses_ring": {"method": "ring", "ulysses_size": 2},
+}
 LENGTH = 37
 CU_SEQLENS = [0, 1, 20, 20, 37]
 CASES: dict[str, dict[str, Any]] = {
@@ -84,7 +91,7 @@ def leaf(x: Tensor | None) -> Tensor | None:
     return x.detach().clone().requires_grad_()
 
 
-def on_rank(case: dict[str, Any], method: str, group: Any) -> dict[str, Tensor]:
+def on_rank(case: dict[str, Any], way: str, group: Any) -> dict[str, Tensor]:
     """Output, lse and gradients of this rank: of its rows, and its part of what every rank has."""
     (q, k, v, d_out, d_lse), mask, sinks, options = problem(case)
     layout = layout_of(case, group)
@@ -93,7 +100,15 @@ def on_rank(case: dict[str, Any], method: str, group: Any) -> dict[str, Tensor]:
         mask = layout.shard(mask, -2)
     mask, sinks = leaf(mask), leaf(sinks)
     out, lse = context_parallel_sdpa(
-        q, k, v, layout=layout, method=method, attn_mask=mask, sinks=sinks, return_lse=True, **options
+        q,
+        k,
+        v,
+        layout=layout,
+        attn_mask=mask,
+        sinks=sinks,
+        return_lse=True,
+        **WAYS.get(way, {"method": way}),
+        **options,
     )
     torch.autograd.backward([out, lse], [layout.shard(d_out, -2), layout.shard(d_lse, -1)])
     found = {"output": out.detach(), "lse": lse.detach(), "query": q.grad, "key": k.grad, "value": v.grad}
@@ -162,55 +177,70 @@ def check(case: dict[str, Any], ranks: list[dict[str, Tensor]], same_bits: tuple
 EXACT = ("output", "lse", "query", "key", "value")
 
 
-def same_bits_as_one(case: dict[str, Any], method: str, world_size: int) -> tuple[str, ...]:
+def same_bits_as_one(case: dict[str, Any], way: str, world_size: int) -> tuple[str, ...]:
     """Ulysses computes whole heads as one process does, if no two ranks share a head of keys."""
     shares_keys = case.get("key_heads", 4) < world_size
-    return EXACT if method == "ulysses" and not shares_keys else ()
+    return EXACT if way == "ulysses" and not shares_keys else ()
 
 
-@pytest.mark.parametrize("method", METHODS)
+by_way = pytest.mark.parametrize("way", WAYS)
+
+
+@by_way
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_threads_find_what_one_finds(case, method):
-    for world_size in (1, 4):
-        ranks = run_in_memory(world_size, lambda group: on_rank(case, method, group))
-        check(case, ranks, same_bits_as_one(case, method, world_size))
+def test_threads_find_what_one_finds(case, way):
+    for world_size in (2, 4) if way.startswith("ulysses_") else (1, 4):
+        ranks = run_in_memory(world_size, lambda group: on_rank(case, way, group))
+        check(case, ranks, same_bits_as_one(case, way, world_size))
 
 
-@pytest.mark.parametrize("method", METHODS[:2])  # a shift is an all-to-all yet: slow for many
-def test_64_ranks_find_what_one_finds(method):
+@pytest.mark.parametrize("way", METHODS)
+def test_64_ranks_find_what_one_finds(way):
     case = {"is_causal": True, "window_left": 20, "enable_gqa": True, "query_heads": 64, "key_heads": 8}
-    check(case, run_in_memory(64, lambda group: on_rank(case, method, group)))
+    check(case, run_in_memory(64, lambda group: on_rank(case, way, group)))
 
 
-def of_process(rank: int, folder: str) -> None:
+@pytest.mark.parametrize("way", METHODS[1:])
+def test_1024_ranks_find_what_one_finds(way):
+    case = {"is_causal": True, "window_left": 9, "query_heads": 1, "key_heads": 1, "length": 1500}
+    check(case, run_in_memory(1024, lambda group: on_rank(case, way, group)))
+
+
+def ways_of(world_size: int) -> list[str]:
+    """Those that four heads allow."""
+    return ["allgather", "ring"] if world_size == 3 else [*WAYS]
+
+
+def of_process(rank: int, folder: str, world_size: int) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
     found = {
-        (name, method, turn): on_rank(case, method, None)
+        (name, way, turn): on_rank(case, way, None)
         for name, case in CASES.items()
-        for method in METHODS
+        for way in ways_of(world_size)
         for turn in range(2)
     }
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def of_processes():
-    """What each of two processes found: all cases in one go, as starting them takes longest."""
+@functools.cache
+def of_processes(world_size: int) -> list[dict[Any, dict[str, Tensor]]]:
+    """What each of some processes found: all cases in one go, as starting them takes longest."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(of_process, (folder,), nprocs=2)
-        return [torch.load(os.path.join(folder, f"{rank}.pt")) for rank in range(2)]
+        torch.multiprocessing.spawn(of_process, (folder, world_size), nprocs=world_size)
+        return [torch.load(os.path.join(folder, f"{rank}.pt")) for rank in range(world_size)]
 
 
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", CASES)
-def test_two_processes_find_what_one_finds(of_processes, name, method):
-    case = CASES[name]
-    first, again = ([found[name, method, turn] for found in of_processes] for turn in range(2))
-    check(case, first, same_bits_as_one(case, method, 2))
-    for a, b in zip(first, again, strict=True):
-        assert all(torch.equal(a[key], b[key]) for key in a), "another run, other bits"
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_processes_find_what_one_finds(name, world_size):
+    case, ranks = CASES[name], of_processes(world_size)
+    for way in ways_of(world_size):
+        first, again = ([found[name, way, turn] for found in ranks] for turn in range(2))
+        check(case, first, same_bits_as_one(case, way, world_size))
+        for a, b in zip(first, again, strict=True):
+            assert all(torch.equal(a[key], b[key]) for key in a), f"{way}: another run, other bits"
 
 
 def test_what_is_gathered_has_the_gradient_of_all_ranks():

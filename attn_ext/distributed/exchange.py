@@ -1,6 +1,6 @@
 """Rows to where they are wanted, gradients back: a linear map and its adjoint, each backward of the other."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate, islice, pairwise
@@ -29,6 +29,14 @@ class Route(NamedTuple):
     @property
     def ranks(self) -> range:
         return range(len(self.held))
+
+    def partners(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Who wants rows of this rank, and who holds rows that it wants."""
+        return (
+            (self.ranks, self.ranks)
+            if self.to_all
+            else _partners(self.held, self.wanted)[self.transport.rank]
+        )
 
     def heads_of(self, number: int) -> Runs | None:
         return self.heads[number] if self.heads else None
@@ -108,7 +116,7 @@ def gather(route: Route, tensors: Sequence[Tensor]) -> list[Tensor]:
         message = _message(sent_to(rank), dtype, tensors[0])
         _take(route.transport.all_gather(message, _sizes(targets)), targets, _copy)
     else:
-        _swap(route, sent_to, taken_from, _copy, tensors[0], dtype)
+        _swap(route, sent_to, taken_from, True, tensors[0], dtype)
     return wholes
 
 
@@ -136,7 +144,7 @@ def scatter(route: Route, wholes: Sequence[Tensor], dtypes: Sequence[torch.dtype
         ]
 
     adds = any(map(route.adds, range(len(wholes))))
-    _swap(route, sent_to, taken_from, _add, wholes[0], totals[0].dtype if adds else wholes[0].dtype)
+    _swap(route, sent_to, taken_from, False, wholes[0], totals[0].dtype if adds else wholes[0].dtype)
     return [total.to(dtype) for total, dtype in zip(totals, dtypes, strict=True)]
 
 
@@ -144,18 +152,19 @@ Parts = Callable[[int], list[Tensor]]
 
 
 def _swap(
-    route: Route, sent_to: Parts, taken_from: Parts, take: Take, like: Tensor, dtype: torch.dtype
+    route: Route, sent_to: Parts, taken_from: Parts, gathers: bool, like: Tensor, dtype: torch.dtype
 ) -> None:
     """Each rank's parts to it, and those of each rank taken, in the order of the ranks."""
-    targets = [taken_from(other) for other in route.ranks]
+    receivers, senders = route.partners() if gathers else route.partners()[::-1]
+    messages = [_message(sent_to(other), dtype, like) for other in receivers]
+    targets = [taken_from(other) for other in senders]
     if route.to_all:
-        messages = [_message(sent_to(other), dtype, like) for other in route.ranks]
-        _take(route.transport.all_to_all(messages, _sizes(targets)), targets, take)
-        return
-    sent = {other: _message(parts, dtype, like) for other in route.ranks if (parts := sent_to(other))}
-    sizes = {rank: size for rank, size in enumerate(_sizes(targets)) if size}
-    arrived = route.transport.exchange(sent, sizes, like.new_empty(0, dtype=dtype))()
-    _take([arrived[rank] for rank in sizes], [targets[rank] for rank in sizes], take)
+        received = route.transport.all_to_all(messages, _sizes(targets))
+    else:
+        sent = dict(zip(receivers, messages, strict=True))
+        sizes = dict(zip(senders, _sizes(targets), strict=True))
+        received = [*route.transport.exchange(sent, sizes, like.new_empty(0, dtype=dtype))().values()]
+    _take(received, targets, _copy if gathers else _add)
 
 
 def _sizes(targets: Sequence[Sequence[Tensor]]) -> list[int]:
@@ -198,6 +207,23 @@ def shared_rows(held: Runs, wanted: Runs) -> tuple[tuple[Run, Run], ...]:
                 found.append((Run(at, at + rows.size), Run(place, place + rows.size)))
         local += run.size
     return tuple(found)
+
+
+@lru_cache(maxsize=64)
+def _partners(held: tuple[Runs, ...], wanted: tuple[Runs, ...]) -> tuple[tuple[list[int], list[int]], ...]:
+    """Of each rank, those that want rows of it, and those that hold rows that it wants, itself among them."""
+    runs = sorted((run.begin, run.end, rank) for rank, own in enumerate(held) for run in own)
+    begins = [begin for begin, _, _ in runs]
+    senders: list[set[int]] = [set() for _ in held]
+    receivers: list[set[int]] = [set() for _ in held]
+    for rank, own in enumerate(wanted):
+        for rows in own:
+            first = max(0, bisect_right(begins, rows.begin) - 1)
+            for begin, end, owner in runs[first : bisect_left(begins, rows.end)]:
+                if min(end, rows.end) > max(begin, rows.begin):
+                    senders[rank].add(owner)
+                    receivers[owner].add(rank)
+    return tuple((sorted(to), sorted(of)) for to, of in zip(receivers, senders, strict=True))
 
 
 def _add_spans(route: Route, pieces: Sequence[Tensor]) -> Tensor:

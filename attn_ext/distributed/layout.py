@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from hashlib import blake2b
 from heapq import heapreplace
 from itertools import accumulate, pairwise
@@ -124,13 +124,7 @@ class SequenceLayout:
         """
         rank, ranks, transport = _place(group, rank, world_size)
         starts = _checked(cu_seqlens)
-        runs, long = _deal_out([Run(*ends) for ends in pairwise(starts)], ranks)
-        dealt = 0
-        for sequence in long:
-            for piece, run in enumerate(_pieces(sequence, 2 * ranks, dealt)):
-                runs[min(piece, 2 * ranks - 1 - piece)].append(run)
-            dealt += sequence.size
-        return cls(tuple(_joined(starts, own) for own in runs), starts, rank, transport)
+        return cls(_zigzag(starts, ranks), starts, rank, transport)
 
     @property
     def world_size(self) -> int:
@@ -200,10 +194,10 @@ class SequenceLayout:
         ((whole,),) = gather_rows(route, x)
         return whole
 
-    @cached_property
+    @property
     def digest(self) -> str:
         """The same for the same rows on the same ranks."""
-        return blake2b(repr((self.runs, self.cu_seqlens)).encode(), digest_size=8).hexdigest()
+        return _digest(self.runs, self.cu_seqlens)
 
     def sequence_of(self, rows: Run) -> int:
         """The number of the sequence in which rows begin."""
@@ -214,6 +208,11 @@ class SequenceLayout:
         groups = [self.runs[first : first + size] for first in range(0, self.world_size, size)]
         runs = tuple(_joined(self.cu_seqlens, (run for own in group for run in own)) for group in groups)
         return SequenceLayout(runs, self.cu_seqlens, self.rank // size, transport)
+
+
+@lru_cache(maxsize=64)
+def _digest(*numbers: object) -> str:
+    return blake2b(repr(numbers).encode(), digest_size=8).hexdigest()
 
 
 def transport_of(layout: SequenceLayout) -> Transport:
@@ -278,6 +277,18 @@ def _checked(cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
         if after < before:
             raise ValueError(f"expected cu_seqlens that never falls, but got {after} after {before}")
     return starts
+
+
+@lru_cache(maxsize=64)
+def _zigzag(cu_seqlens: tuple[int, ...], ranks: int) -> tuple[Runs, ...]:
+    """Of each rank, short sequences whole, of long ones an early and a late piece."""
+    runs, long = _deal_out([Run(*ends) for ends in pairwise(cu_seqlens)], ranks)
+    dealt = 0
+    for sequence in long:
+        for piece, run in enumerate(_pieces(sequence, 2 * ranks, dealt)):
+            runs[min(piece, 2 * ranks - 1 - piece)].append(run)
+        dealt += sequence.size
+    return tuple(_joined(cu_seqlens, own) for own in runs)
 
 
 def _deal_out(sequences: Sequence[Run], ranks: int) -> tuple[list[list[Run]], list[Run]]:

@@ -1,7 +1,8 @@
 """Ranks that are threads of one process: any number of them, without a network."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -26,6 +27,21 @@ class _Table:
         self.inboxes: list[SimpleQueue[tuple[int, Tensor] | None]] = [
             SimpleQueue() for _ in range(world_size)
         ]
+
+        self.turn = threading.Lock()  # one rank at a time: a thousand that want Python's lock wake each other
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Let others run while this rank waits for them."""
+        self.turn.release()
+        try:
+            yield
+        finally:
+            self.turn.acquire()
+
+    def meet(self) -> None:
+        with self.pause():
+            self.barrier.wait()
 
     def abort(self) -> None:
         self.barrier.abort()
@@ -62,14 +78,15 @@ class MemoryTransport:
 
     def _swap(self, messages: Sequence[Tensor], mine: Callable[[Sequence[Tensor]], Tensor]) -> list[Tensor]:
         self._table.messages[self.rank] = messages
-        self._table.barrier.wait()
+        self._table.meet()
         received = [mine(sent) for sent in self._table.messages]
-        self._table.barrier.wait()  # nobody lays down the next before everybody has taken this
+        self._table.meet()  # nobody lays down the next before everybody has taken this
         return received
 
     def _next(self, sender: int) -> Tensor:
         while not self._early.get(sender):
-            arrived = self._table.inboxes[self.rank].get()
+            with self._table.pause():
+                arrived = self._table.inboxes[self.rank].get()
             if arrived is None:
                 raise _Broken
             self._early.setdefault(arrived[0], []).append(arrived[1])
@@ -109,7 +126,8 @@ def run_in_memory(world_size: int, function: Callable[[MemoryTransport], Result]
     def call(rank: int) -> None:
         torch.set_num_threads(1)  # or each of the ranks would start as many as there are cores
         try:
-            results[rank] = function(MemoryTransport(table, rank))
+            with table.turn:
+                results[rank] = function(MemoryTransport(table, rank))
         except (_Broken, threading.BrokenBarrierError):
             pass
         except Exception as error:

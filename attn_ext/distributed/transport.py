@@ -57,7 +57,9 @@ class GroupTransport:
         if padded is not message:
             padded[: message.numel()] = message
         gathered = message.new_empty(self.world_size * largest)
-        dist.all_gather_into_tensor(gathered, padded, group=self.group)
+        # torch 2.13 renamed it.
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        all_gather(gathered, padded, group=self.group)
         rows = gathered.view(self.world_size, largest)
         return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
