@@ -13,7 +13,6 @@ from .allgather import attend_gathered
 from .calls import DROPOUT_BLOCK, Call, Results, mask_part
 from .exchange import wide
 from .layout import Run, SequenceLayout, transport_of
-from .parts import backward_op, forward_op
 from .plan import Step, distances, plan
 from .transport import Arrival
 
@@ -126,7 +125,7 @@ def _forward(ring: Ring, query: Tensor, own: _Rows, key: Tensor, value: Tensor) 
         for step in ring.steps.get(owner, ()):
             inputs, padding = _padded(ring, step, _parts(ring, step, own, block))
             rows = local_run(ring.layout, ring.layout.rank, step.rows)
-            part, part_lse, _, _ = forward_op(
+            part, part_lse, _, _ = torch.ops.attn_ext._sdpa_forward(
                 *inputs,
                 ring.call.seed,
                 None,
@@ -190,7 +189,7 @@ def _add_gradients(
     totals = _parts(ring, step, *sums)
     rows = local_run(ring.layout, ring.layout.rank, step.rows)
     d_output, d_lse, delta, lse = (_at(x, d, rows) for x, d in zip(along, (-2, -1, -1, -1), strict=True))
-    grads = backward_op(
+    grads = torch.ops.attn_ext._sdpa_backward(
         d_output,
         d_lse,
         None,
