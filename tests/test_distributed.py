@@ -3,6 +3,7 @@
 import functools
 import os
 import tempfile
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import attn_ext
 from attn_ext.distributed import SequenceLayout, context_parallel_sdpa, run_in_memory
+from attn_ext.testing import OPTIONS
 
 METHODS = ("ulysses", "allgather", "ring")
 #: In two dimensions, pairs of neighbours share heads.
@@ -21,7 +23,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "ulysses_allgather": {"method": "allgather", "ulysses_size": 2},
     "ulysses_ring": {"method": "ring", "ulysses_size": 2},
 }
-LENGTH = 37
+LENGTH, SEED = 37, 5
 CU_SEQLENS = [0, 1, 20, 20, 37]
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -48,6 +50,10 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "bfloat16": {"is_causal": True, "enable_gqa": True, "key_heads": 2, "dtype": torch.bfloat16},
     "contiguous": {"is_causal": True, "layout": "contiguous"},
+    "dropout": {"dropout_p": 0.3, "is_causal": True, "length": 171, "enable_gqa": True, "key_heads": 2},
+    "dropout_window": {"dropout_p": 0.3, "window_left": 30, "window_right": 5, "length": 230, "sinks": True},
+    "dropout_bias": {"dropout_p": 0.6, "mask": (4, 1, 171), "length": 171, "layout": "contiguous"},
+    "dropout_packed": {"dropout_p": 0.3, "layout": "packed", "is_causal": True},
     "packed": {"is_causal": True, "layout": "packed", "sinks": True},
     "packed_bias": {"layout": "packed", "mask": (LENGTH, LENGTH), "window_left": 4},
     "fewer_rows_than_ranks": {"is_causal": True, "length": 1},
@@ -106,7 +112,7 @@ def on_rank(case: dict[str, Any], way: str, group: Any) -> dict[str, Tensor]:
         layout=layout,
         attn_mask=mask,
         sinks=sinks,
-        return_lse=True,
+        return_lse=True, dropout_seed=SEED,
         **WAYS.get(way, {"method": way}),
         **options,
     )
@@ -130,9 +136,8 @@ def on_one(case: dict[str, Any]) -> dict[str, Tensor]:
         part = mask
         if part is not None:
             part = part[..., rows if part.shape[-2] != 1 else slice(None), rows]
-        out, lse = attn_ext.sdpa_with_lse(
-            *(x[..., rows, :] for x in (q, k, v)), attn_mask=part, sinks=sinks, **options
-        )
+        attend = partial(with_seed, len(outs)) if options.get("dropout_p") else attn_ext.sdpa_with_lse
+        out, lse = attend(*(x[..., rows, :] for x in (q, k, v)), attn_mask=part, sinks=sinks, **options)
         outs.append(out)
         lses.append(lse)
     out, lse = torch.cat(outs, -2), torch.cat(lses, -1)
@@ -143,6 +148,15 @@ def on_one(case: dict[str, Any]) -> dict[str, Tensor]:
     if sinks is not None:
         found["sinks"] = sinks.grad
     return found
+
+
+def with_seed(number: int, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """Of a sequence in a padded batch of all, each of them with a batch of its own."""
+    inner = {"dropout_seed": torch.tensor(SEED), "sequences": None, "need_weights": False, "need_key_mass": False}
+    origin = [number * tensors[0].shape[0], 0, 0, 0]
+    options = {**OPTIONS, **inner, **options, "dropout_origin": origin}
+    output, lse, _, _ = torch.ops.attn_ext._sdpa_forward(*tensors, **options)
+    return output, lse
 
 
 def assembled(case: dict[str, Any], ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
