@@ -112,7 +112,8 @@ def on_rank(case: dict[str, Any], way: str, group: Any) -> dict[str, Tensor]:
         layout=layout,
         attn_mask=mask,
         sinks=sinks,
-        return_lse=True, dropout_seed=SEED,
+        return_lse=True,
+        dropout_seed=SEED,
         **WAYS.get(way, {"method": way}),
         **options,
     )
@@ -152,7 +153,12 @@ def on_one(case: dict[str, Any]) -> dict[str, Tensor]:
 
 def with_seed(number: int, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """Of a sequence in a padded batch of all, each of them with a batch of its own."""
-    inner = {"dropout_seed": torch.tensor(SEED), "sequences": None, "need_weights": False, "need_key_mass": False}
+    inner = {
+        "dropout_seed": torch.tensor(SEED),
+        "sequences": None,
+        "need_weights": False,
+        "need_key_mass": False,
+    }
     origin = [number * tensors[0].shape[0], 0, 0, 0]
     options = {**OPTIONS, **inner, **options, "dropout_origin": origin}
     output, lse, _, _ = torch.ops.attn_ext._sdpa_forward(*tensors, **options)

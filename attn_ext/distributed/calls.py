@@ -109,10 +109,10 @@ def can_pack(call: Call, tensors: Sequence[Tensor], mask: Tensor | None) -> bool
 
 
 def joined(parts: Sequence[Results]) -> Results:
-    """Of runs whose rows follow one another; the mass of their keys is not touched."""
+    """Of runs whose rows follow one another; the mass of their keys is in the last part."""
     lses = [part.lse for part in parts if part.lse is not None]
     output = parts[0].output if len(parts) == 1 else torch.cat([part.output for part in parts], -2)
-    return Results(output, torch.cat(lses, -1) if lses else None, None)
+    return Results(output, torch.cat(lses, -1) if lses else None, parts[-1].key_mass)
 
 
 def mask_part(mask: Tensor | None, rows: Run, columns: Run) -> Tensor | None:

@@ -201,16 +201,24 @@ def context_parallel_sdpa(
         return_lse,
         return_key_mass,
     )
-    query, key, value = (_lowered(x) for x in (query, key, value))
     inputs = Inputs(query, key, value, attn_mask, sinks)
     wish = Wish(method, ulysses_size, memory_limit)
-    with torch.autocast(query.device.type, enabled=False):
-        way, agreed = _agreed(call, inputs, layout, wish, dropout_seed, check)
-        if dropout_p > 0.0:
-            call = call._replace(seed=torch.tensor(agreed.seed, device=query.device))
-        results = _attend(call, inputs, layout, way, agreed.has_mask_rows)
-    found = tuple(x for x in results if x is not None)
+    found = _results(call, inputs, layout, wish, dropout_seed, check)
     return found if len(found) > 1 else found[0]
+
+
+# torch.compile leaves it as it is between its graphs. torch.compiler.disable would import the compiler now.
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _results(
+    call: Call, inputs: Inputs, layout: SequenceLayout, wish: Wish, seed: int | None, check: bool
+) -> tuple[Tensor, ...]:
+    inputs = inputs._replace(**{name: _lowered(getattr(inputs, name)) for name in ("query", "key", "value")})
+    with torch.autocast(inputs.query.device.type, enabled=False):
+        way, agreed = _agreed(call, inputs, layout, wish, seed, check)
+        if call.dropout_p > 0.0:
+            call = call._replace(seed=torch.tensor(agreed.seed, device=inputs.query.device))
+        results = _attend(call, inputs, layout, way, agreed.has_mask_rows)
+    return tuple(x for x in results if x is not None)
 
 
 class Inputs(NamedTuple):

@@ -30,8 +30,8 @@ class Cost(NamedTuple):
     received_backward: int  # bytes
     keys_held: int  # bytes of keys and values that are in memory at once
     flops_forward: int
-    memory_forward: int  # bytes at the peak, beside what the rank passes
-    memory_backward: int  # bytes at the peak, beside what it passes and what the forward pass left
+    memory_forward: int  # bytes at the peak, beside what the rank passes; at most this, and about
+    memory_backward: int  # the same, with what the forward pass left
 
 
 class Way(NamedTuple):
@@ -153,37 +153,67 @@ class _Problem(NamedTuple):
         """Hops of all keys of a rank; their gradients go on home."""
         ways = distances(group.runs, group.cu_seqlens, self.reach)
         rows = [group.num_rows((place - way) % group.world_size) for way in ways]
-        largest, travels = max(rows), len(ways) > 1
+        travels = len(ways) > 1
         keys = sum(rows[1:]) * self.key_row * self.itemsize
         grads = sum(rows) * self.key_row * self.wide if travels else 0
-        held = (1 + travels) * largest * self.key_row
-        return Cost(keys, keys + grads, held * self.itemsize, 0, held * self.itemsize, 0)
+        block = max(rows) * self.key_row
+        query, output = self._rows(group.num_rows(place))
+        # A block that is used, one that comes, one that goes, or the sums of their gradients.
+        blocks = (3 if travels else 1) * block
+        forward = blocks * self.itemsize + 2 * output * self.wide
+        backward = blocks * self.itemsize + (blocks + block + 3 * query // 2 + output) * self.wide
+        return Cost(keys, keys + grads, (1 + travels) * block * self.itemsize, 0, forward, backward)
 
     def _allgather(self, group: SequenceLayout, place: int) -> Cost:
         wanted = wanted_keys(group.runs, group.cu_seqlens, self.reach)
         own = group.runs[place]
         from_others = rows_of(wanted[place]) - _shared(own, wanted[place])
         to_others = sum(_shared(own, rows) for rank, rows in enumerate(wanted) if rank != place)
-        held = rows_of(wanted[place]) * self.key_row * self.itemsize
-        forward, backward = from_others * self.key_row * self.itemsize, to_others * self.key_row * self.wide
-        return Cost(forward, backward, held, 0, 2 * held, 0)
+        keys = rows_of(wanted[place]) * self.key_row
+        query, output = self._rows(group.num_rows(place))
+        forward, backward = 2 * output * self.itemsize, (query + keys + output) * self.itemsize
+        if group.world_size > 1:
+            sent = group.num_rows(place) * self.key_row
+            # What is received lies there twice while it is put in order; gloo holds it once more.
+            forward = max((3 * keys + sent) * self.itemsize, keys * self.itemsize + forward)
+            backward += keys * self.itemsize + 3 * keys * self.wide
+        received = (from_others * self.key_row * self.itemsize, to_others * self.key_row * self.wide)
+        return Cost(*received, keys * self.itemsize, 0, forward, backward)
+
+    def _rows(self, rows: int) -> tuple[int, int]:
+        """Of rows of the query and the output, with the heads here."""
+        heads = rows * self.batch * self.queries
+        return heads * self.head_dim, heads * self.value_dim
 
     def _with_heads(self, found: Cost, rows: int) -> Cost:
         """And what goes between those that share heads, if any do."""
         local = self.layout.num_rows(self.rank)
-        others, other_heads = rows - local, self.query_heads - self.queries
+        whole_output = local * self.batch * self.query_heads * self.value_dim
+        if self.size == 1:
+            return found._replace(memory_backward=found.memory_backward + whole_output * self.itemsize)
+        query, output = self._rows(rows)
+        inputs, others = query + rows * self.key_row, rows - local
+        from_others = inputs * others // rows if rows else 0
+        sent = local * (self.batch * self.query_heads * self.head_dim + self.size * self.key_row)
+        to_others = sent * (self.size - 1) // self.size
+        outputs = (output * others // rows if rows else 0, whole_output * (self.size - 1) // self.size)
         is_shared = self.keys * self.size > self.key_heads
-        itemsize = self.wide if is_shared else self.itemsize
-        queries = self.batch * self.queries
-        forward = (
-            others * (queries * self.head_dim + self.key_row)
-            + local * self.batch * other_heads * self.value_dim
+        summed = self.wide if is_shared else self.itemsize
+        kept = inputs * self.itemsize
+        forward = max(
+            kept + sent * self.itemsize + inputs * self.itemsize,
+            kept + found.memory_forward,
+            kept + output * self.itemsize + whole_output * (self.wide + 2 * self.itemsize),
         )
-        returned = local * (self.batch * other_heads * self.head_dim + (self.size - 1) * self.key_row)
-        backward = others * queries * self.value_dim * self.itemsize + returned * itemsize
-        return found._replace(
-            received_forward=found.received_forward + forward * self.itemsize,
-            received_backward=found.received_backward + backward,
+        returned = kept + inputs * summed + sent * summed + sent * self.wide
+        backward = whole_output * self.itemsize + max(kept + found.memory_backward, returned)
+        return Cost(
+            found.received_forward + (from_others + outputs[1]) * self.itemsize,
+            found.received_backward + outputs[0] * self.itemsize + to_others * summed,
+            found.keys_held,
+            found.flops_forward,
+            forward,
+            backward,
         )
 
 

@@ -156,12 +156,13 @@ def _swap(
 ) -> None:
     """Each rank's parts to it, and those of each rank taken, in the order of the ranks."""
     receivers, senders = route.partners() if gathers else route.partners()[::-1]
-    messages = [_message(sent_to(other), dtype, like) for other in receivers]
+    parts = [sent_to(other) for other in receivers]
     targets = [taken_from(other) for other in senders]
     if route.to_all:
-        received = route.transport.all_to_all(messages, _sizes(targets))
+        message = _message([part for of_one in parts for part in of_one], dtype, like)
+        received = route.transport.all_to_all(message, _sizes(parts), _sizes(targets))
     else:
-        sent = dict(zip(receivers, messages, strict=True))
+        sent = {other: _message(of_one, dtype, like) for other, of_one in zip(receivers, parts, strict=True)}
         sizes = dict(zip(senders, _sizes(targets), strict=True))
         received = [*route.transport.exchange(sent, sizes, like.new_empty(0, dtype=dtype))().values()]
     _take(received, targets, _copy if gathers else _add)
@@ -172,8 +173,10 @@ def _sizes(targets: Sequence[Sequence[Tensor]]) -> list[int]:
 
 
 def _message(parts: Sequence[Tensor], dtype: torch.dtype, like: Tensor) -> Tensor:
-    flat = [part.reshape(-1).to(dtype) for part in parts]
-    return torch.cat(flat) if flat else like.new_empty(0, dtype=dtype)
+    message = like.new_empty(sum(part.numel() for part in parts), dtype=dtype)
+    for piece, part in zip(message.split([part.numel() for part in parts]), parts, strict=True):
+        piece.view(part.shape).copy_(part)
+    return message
 
 
 def _take(messages: Sequence[Tensor], targets: Sequence[Sequence[Tensor]], take: Take) -> None:

@@ -63,6 +63,7 @@ class Ring:
             yield here, hop, message
             if arrival is not None:
                 (message,) = arrival().values()
+                del arrival
 
 
 class _Block:
@@ -136,6 +137,8 @@ def _forward(ring: Ring, query: Tensor, own: _Rows, key: Tensor, value: Tensor) 
                 unrounded=True,
             )
             _merge(_at(output, -2, rows), _at(lse, -1, rows), part, part_lse)
+            del part
+        del keys, block  # they have been sent on
     return output, lse
 
 
@@ -172,8 +175,10 @@ def _backward(
         if arrival is not None:
             (before,) = arrival().values()
             total = before.add_(total)
+            del before
         if hop:
             arrival = ring.pass_on(total, distance, hop, row)
+        del keys, block, d_block
     if last := ring.distances[-1]:
         (total,) = ring.pass_on(total, last, ring.layout.world_size - last, row)().values()
     d_own = _Block(total, ring.layout.num_rows(), key, value)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 #: Waits for the messages that an exchange receives, by their senders.
@@ -27,8 +26,8 @@ class Transport(Protocol):
         """The message of each rank."""
         ...
 
-    def all_to_all(self, messages: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """What each rank sent here; ``messages[w]`` goes to rank w."""
+    def all_to_all(self, sent: Tensor, parts: Sequence[int], sizes: Sequence[int]) -> list[Tensor]:
+        """What each rank sent here; of ``sent`` the first ``parts[0]`` elements go to rank 0, and so on."""
         ...
 
     def exchange(self, sent: Mapping[int, Tensor], sizes: Mapping[int, int], like: Tensor) -> Arrival:
@@ -63,12 +62,11 @@ class GroupTransport:
         rows = gathered.view(self.world_size, largest)
         return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
-    def all_to_all(self, messages: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    def all_to_all(self, sent: Tensor, parts: Sequence[int], sizes: Sequence[int]) -> list[Tensor]:
         import torch.distributed as dist
 
-        sent = torch.cat(list(messages))
         received = sent.new_empty(sum(sizes))
-        dist.all_to_all_single(received, sent, list(sizes), [m.numel() for m in messages], group=self.group)
+        dist.all_to_all_single(received, sent, list(sizes), list(parts), group=self.group)
         return list(received.split(list(sizes)))
 
     def exchange(self, sent: Mapping[int, Tensor], sizes: Mapping[int, int], like: Tensor) -> Arrival:
@@ -87,10 +85,13 @@ class GroupTransport:
         ]
         under_way = dist.batch_isend_irecv(transfers) if transfers else []
 
+        if self.rank in received:
+            received[self.rank] = sent[self.rank]
+
         def wait() -> dict[int, Tensor]:
-            for transfer in under_way:
-                transfer.wait()
-            return {rank: sent[rank] if rank == self.rank else message for rank, message in received.items()}
+            while under_way:
+                under_way.pop().wait()  # and lets go of what was sent
+            return received
 
         return wait
 
@@ -105,11 +106,13 @@ class Members:
         self.world_size = len(self._members)
 
     def all_gather(self, message: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        return self.all_to_all([message] * self.world_size, sizes)
+        return self._from_all([message] * self.world_size, sizes, message)
 
-    def all_to_all(self, messages: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        arrival = self.exchange(dict(enumerate(messages)), dict(enumerate(sizes)), messages[0])
-        received = arrival()
+    def all_to_all(self, sent: Tensor, parts: Sequence[int], sizes: Sequence[int]) -> list[Tensor]:
+        return self._from_all(sent.split(list(parts)), sizes, sent)
+
+    def _from_all(self, messages: Sequence[Tensor], sizes: Sequence[int], like: Tensor) -> list[Tensor]:
+        received = self.exchange(dict(enumerate(messages)), dict(enumerate(sizes)), like)()
         return [received[rank] for rank in range(self.world_size)]
 
     def exchange(self, sent: Mapping[int, Tensor], sizes: Mapping[int, int], like: Tensor) -> Arrival:
