@@ -83,7 +83,7 @@ def _place(keys: Run, wanted: Runs) -> Run:
 
 def _gathered(route: Route, *tensors: Tensor) -> list[Sequence[Tensor]]:
     if _is_alone(route):
-        return [x.split([span.size for span in route.spans], -2) for x in tensors]
+        return [x.split_with_sizes([span.size for span in route.spans], -2) for x in tensors]
     return [*gather_rows(route, *tensors)]
 
 

@@ -63,10 +63,11 @@ def attend(
 ) -> Results:
     """One call; ``origin`` is its place in the draw of all: batch, head, row and column."""
     if call.dropout_p == 0.0 and not call.return_key_mass:
+        query, key, value = tensors
         options = {**call.options(), "attn_mask": mask, "sinks": sinks, "query_offset": query_offset}
         if not call.return_lse:
-            return Results(sdpa(*tensors, **options), None, None)
-        return Results(*sdpa_with_lse(*tensors, **options), None)
+            return Results(sdpa(query, key, value, **options), None, None)
+        return Results(*sdpa_with_lse(query, key, value, **options), None)
     placed = {"dropout_origin": list(origin)} if call.dropout_p else {}
     output, lse, _, key_mass = torch.ops.attn_ext._sdpa_forward(
         *tensors,
@@ -92,11 +93,10 @@ def attend_packed(
     call: Call, tensors: Sequence[Tensor], sizes: Sequence[int], sinks: Tensor | None
 ) -> Results:
     """Whole sequences in one call."""
-    query = tensors[0]
-    packed = [x.reshape(x.shape[-3:]).transpose(0, 1) for x in tensors]
+    shape = tensors[0].shape[:-1]
+    query, key, value = (x.reshape(x.shape[-3:]).transpose(0, 1) for x in tensors)
     ends = torch.tensor(list(accumulate(sizes, initial=0)))
-    output, lse = sdpa_packed_with_lse(*packed, ends, **call.options(), sinks=sinks)
-    shape = query.shape[:-1]
+    output, lse = sdpa_packed_with_lse(query, key, value, ends, **call.options(), sinks=sinks)
     output = output.transpose(0, 1).reshape(*shape, output.shape[-1])
     return Results(output, lse.reshape(shape) if call.return_lse else None, None)
 

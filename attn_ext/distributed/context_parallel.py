@@ -260,7 +260,11 @@ def _attend(call: Call, inputs: Inputs, layout: SequenceLayout, way: Way, has_ma
     mask = _mask_of_group(inputs.mask, _heads(inputs.query), has_mask_rows, heads, own, route)
     sinks = None if inputs.sinks is None else inputs.sinks.narrow(0, own.begin, own.size)
     results = method(call._replace(first_head=own.begin), (query, key, value), mask, sinks, group)
-    return Results(*(None if x is None else _of_own_rows(x, query.dim(), route(heads)) for x in results))
+    output, lse, key_mass = (
+        None if x is None else _of_own_rows(x, query.dim(), route(heads)) for x in results
+    )
+    assert output is not None
+    return Results(output, lse, key_mass)
 
 
 def _grid(transport: Transport, size: int) -> tuple[Transport, Transport]:

@@ -94,7 +94,7 @@ def gather(route: Route, tensors: Sequence[Tensor]) -> list[Tensor]:
     wholes = []
     for number, x in enumerate(tensors):
         heads = route.heads_of(number)
-        wholes.append(x.new_empty(_resized(x, route.dim, rows, heads and heads[rank].size)))
+        wholes.append(x.new_empty(_resized(x, route.dim, rows, None if heads is None else heads[rank].size)))
 
     def sent_to(other: int) -> list[Tensor]:
         return [
@@ -126,7 +126,7 @@ def scatter(route: Route, wholes: Sequence[Tensor], dtypes: Sequence[torch.dtype
     totals = []
     for number, x in enumerate(wholes):
         heads = route.heads_of(number)
-        shape = _resized(x, route.dim, rows, heads and max(run.end for run in heads))
+        shape = _resized(x, route.dim, rows, None if heads is None else max(run.end for run in heads))
         totals.append(x.new_zeros(shape, dtype=wide(x.dtype)))
 
     def sent_to(other: int) -> list[Tensor]:
@@ -174,14 +174,14 @@ def _sizes(targets: Sequence[Sequence[Tensor]]) -> list[int]:
 
 def _message(parts: Sequence[Tensor], dtype: torch.dtype, like: Tensor) -> Tensor:
     message = like.new_empty(sum(part.numel() for part in parts), dtype=dtype)
-    for piece, part in zip(message.split([part.numel() for part in parts]), parts, strict=True):
+    for piece, part in zip(message.split_with_sizes([part.numel() for part in parts]), parts, strict=True):
         piece.view(part.shape).copy_(part)
     return message
 
 
 def _take(messages: Sequence[Tensor], targets: Sequence[Sequence[Tensor]], take: Take) -> None:
     for message, parts in zip(messages, targets, strict=True):
-        pieces = message.split([part.numel() for part in parts])
+        pieces = message.split_with_sizes([part.numel() for part in parts])
         for part, piece in zip(parts, pieces, strict=True):
             take(part, piece.view(part.shape))
 

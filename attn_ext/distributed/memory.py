@@ -62,7 +62,7 @@ class MemoryTransport:
         return _checked(self._swap([message.clone()], lambda sent: sent[0]), sizes)
 
     def all_to_all(self, sent: Tensor, parts: Sequence[int], sizes: Sequence[int]) -> list[Tensor]:
-        return _checked(self._swap(sent.split(list(parts)), lambda sent: sent[self.rank]), sizes)
+        return _checked(self._swap(sent.split_with_sizes(list(parts)), lambda sent: sent[self.rank]), sizes)
 
     def exchange(self, sent: Mapping[int, Tensor], sizes: Mapping[int, int], like: Tensor) -> Arrival:
         for rank, message in sent.items():

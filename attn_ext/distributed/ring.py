@@ -73,7 +73,9 @@ class _Block:
         self.message = message
         shapes = [[*x.shape[:-2], rows, x.shape[-1]] for x in (key, value)]
         sizes = [torch.Size(shape).numel() for shape in shapes]
-        self.key, self.value = (x.view(s) for x, s in zip(message.split(sizes), shapes, strict=True))
+        self.key, self.value = (
+            x.view(s) for x, s in zip(message.split_with_sizes(sizes), shapes, strict=True)
+        )
 
 
 class _Rows(NamedTuple):

@@ -67,12 +67,12 @@ class GroupTransport:
 
         received = sent.new_empty(sum(sizes))
         dist.all_to_all_single(received, sent, list(sizes), list(parts), group=self.group)
-        return list(received.split(list(sizes)))
+        return list(received.split_with_sizes(list(sizes)))
 
     def exchange(self, sent: Mapping[int, Tensor], sizes: Mapping[int, int], like: Tensor) -> Arrival:
         import torch.distributed as dist
 
-        group = dist.group.WORLD if self.group is None else self.group
+        group: Any = dist.group.WORLD if self.group is None else self.group
         received = {rank: like.new_empty(size) for rank, size in sizes.items()}
         others = [
             *((dist.isend, rank, message) for rank, message in sent.items()),
@@ -109,7 +109,7 @@ class Members:
         return self._from_all([message] * self.world_size, sizes, message)
 
     def all_to_all(self, sent: Tensor, parts: Sequence[int], sizes: Sequence[int]) -> list[Tensor]:
-        return self._from_all(sent.split(list(parts)), sizes, sent)
+        return self._from_all(sent.split_with_sizes(list(parts)), sizes, sent)
 
     def _from_all(self, messages: Sequence[Tensor], sizes: Sequence[int], like: Tensor) -> list[Tensor]:
         received = self.exchange(dict(enumerate(messages)), dict(enumerate(sizes)), like)()
