@@ -5,9 +5,11 @@ Nothing here is imported by ``import attn_ext``, and nothing of torch is replace
 
 from .context_parallel import context_parallel_sdpa
 from .cost import Cost, cost
+from .dtensor import register_dtensor
 from .layout import Run, SequenceLayout
 from .memory import run_in_memory
 from .plan import Step, plan
+from .tensor_parallel import tensor_parallel_plan
 from .transport import Transport
 
 __all__ = [
@@ -19,5 +21,7 @@ __all__ = [
     "context_parallel_sdpa",
     "cost",
     "plan",
+    "register_dtensor",
     "run_in_memory",
+    "tensor_parallel_plan",
 ]

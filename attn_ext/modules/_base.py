@@ -10,6 +10,9 @@ from typing_extensions import TypedDict, Unpack
 
 from ..functional import sdpa, sdpa_with_weights
 
+if TYPE_CHECKING:
+    from ..distributed import SequenceLayout
+
 
 class ScoreOptions(TypedDict, total=False):
     """Keyword arguments that every attention module takes, and means as :func:`attn_ext.sdpa` does."""
@@ -19,6 +22,8 @@ class ScoreOptions(TypedDict, total=False):
     window_right: int | None
     softcap: float
     sinks: bool
+    context_parallel: "SequenceLayout | None"
+    context_parallel_method: str
 
 
 class AttentionModule(nn.Module):
@@ -32,8 +37,12 @@ class AttentionModule(nn.Module):
         window_right: a query row sees no key further behind it than this; None: no such bound.
         softcap: bound of the scaled scores; 0 for none.
         sinks: learn one score a head that takes part in the softmax and has no value; 0 in the beginning.
+        context_parallel: where the rows of the sequence lie, if on several ranks. Each passes and gets its
+            own rows; masks have the rows of this rank and the columns of all.
+        context_parallel_method: as ``method`` of :func:`attn_ext.distributed.context_parallel_sdpa`.
 
     Attributes:
+        context_parallel: the layout, or None; to be set anew when the length changes.
         keep_weights: set it to True, and every forward keeps its weights in ``last_weights``, to be looked at
             however deep the module sits in a model.
         last_weights: the weights of the last forward with ``keep_weights``, detached, a matrix a head; None
@@ -62,6 +71,8 @@ class AttentionModule(nn.Module):
         self.softcap = float(options.get("softcap", 0.0))
         sinks = nn.Parameter(torch.zeros(num_heads)) if options.get("sinks", False) else None
         self.register_parameter("sinks", sinks)
+        self.context_parallel = options.get("context_parallel")
+        self.context_parallel_method = options.get("context_parallel_method", "auto")
         self.enable_gqa = False
         self.keep_weights = False
         self.last_weights = None
@@ -82,6 +93,12 @@ class AttentionModule(nn.Module):
         if sinks is not None:  # noqa: SIM102 (TorchScript)
             if sinks.size(0) == 1 and query.dim() > 2 and not query.is_nested:  # one head; dim -3 is heads
                 sinks = sinks.expand(query.size(-3))
+        if self.context_parallel is not None:
+            if need_weights or self.keep_weights or query_offset != 0 or query.is_nested:
+                raise RuntimeError(
+                    "attn_ext: expected no weights, query_offset or nested tensors with context_parallel"
+                )
+            return self._attend_parallel(query, key, value, attn_mask, is_causal, dropout_p, sinks), None
         if not (need_weights or self.keep_weights):
             output = sdpa(
                 query,
@@ -118,6 +135,39 @@ class AttentionModule(nn.Module):
             self.last_weights = weights.detach()
         return output, weights if need_weights else None
 
+    @torch.jit.unused
+    def _attend_parallel(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        dropout_p: float,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        from ..distributed import context_parallel_sdpa
+
+        assert self.context_parallel is not None
+        output = context_parallel_sdpa(
+            query,
+            key,
+            value,
+            layout=self.context_parallel,
+            method=self.context_parallel_method,
+            attn_mask=attn_mask,
+            is_causal=is_causal,
+            scale=self.scale,
+            enable_gqa=self.enable_gqa,
+            window_left=self.window_left,
+            window_right=self.window_right,
+            softcap=self.softcap,
+            sinks=sinks,
+            **({"dropout_p": dropout_p} if dropout_p else {}),
+        )
+        assert isinstance(output, Tensor)
+        return output
+
     def extra_repr(self) -> str:
         names = ("scale", "window_left", "window_right")
         given = [f"{name}={value}" for name in names if (value := getattr(self, name)) is not None]
@@ -125,6 +175,8 @@ class AttentionModule(nn.Module):
             given.append(f"softcap={self.softcap}")
         if self.sinks is not None:
             given.append("sinks=True")
+        if self.context_parallel is not None:
+            given.append(f"context_parallel={self.context_parallel.world_size} ranks")
         return ", ".join([f"dropout={self.dropout}", *given])
 
 

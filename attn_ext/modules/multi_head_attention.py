@@ -38,7 +38,10 @@ class MultiHeadAttention(AttentionModule):
             modules ``query_proj``, ``key_proj`` and ``value_proj``, to be shared or changed one by one.
         dropout: probability that a weight is dropped, in training only.
         options: ``scale``, ``window_left``, ``window_right``, ``softcap`` and ``sinks``,
-            meant as in :func:`attn_ext.sdpa`; ``sinks=True`` learns one a head.
+            meant as in :func:`attn_ext.sdpa`; ``sinks=True`` learns one a head. ``context_parallel``, a
+            :class:`attn_ext.distributed.SequenceLayout`, has the module attend over a sequence whose rows
+            lie on several ranks, by ``context_parallel_method``: each rank passes and gets its own rows, and
+            masks have these rows and the columns of all ranks.
 
     Attributes:
         in_proj_weight: packed, the weights of query, key and value one above the other,
@@ -219,6 +222,8 @@ class MultiHeadAttention(AttentionModule):
         if cache is not None:
             if mask is not None or key_padding_mask is not None or need_weights or query_offset != 0:
                 raise RuntimeError("attn_ext: expected no mask, weights or query_offset with a cache")
+            if self.context_parallel is not None:
+                raise RuntimeError("attn_ext: expected no context_parallel with a cache")
             return self._attend_cache(query, key, value, is_causal, cache), None
         transposed = not self.batch_first and query.dim() == 3
         batch_shape = [query.size(1)] if transposed else list(query.shape[:-2])

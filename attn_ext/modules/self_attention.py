@@ -19,7 +19,8 @@ class SelfAttention(AttentionModule):
         bias: whether the three projections have biases.
         dropout: probability that a weight is dropped, in training only.
         options: ``scale``, ``window_left``, ``window_right``, ``softcap`` and ``sinks``,
-            meant as in :func:`attn_ext.sdpa`; ``sinks=True`` learns one.
+            meant as in :func:`attn_ext.sdpa`; ``sinks=True`` learns one; ``context_parallel`` and
+            ``context_parallel_method`` as in :class:`attn_ext.MultiHeadAttention`.
 
     Raises:
         ValueError: a size that is not greater than 0; a ``dropout`` outside of [0, 1]; a negative window or
