@@ -552,7 +552,7 @@ class TestScoreOptions:
             ({"softcap": -2.0}, ValueError, r"softcap must be at least 0 \(0 = none\), got -2.0"),
             ({"softcap": float("inf")}, ValueError, "softcap must be finite, got inf"),
             ({"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
-            ({"windows": 3}, TypeError, "expected options among scale, window_left, .*sinks, got windows"),
+            ({"windows": 3}, TypeError, "expected options among scale, window_left, .*, got windows"),
         ],
     )
     def test_bad_ones_are_refused(self, case, options, error, message):
