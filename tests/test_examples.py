@@ -96,6 +96,48 @@ class TestCharLM:
         )
 
 
+class TestLongContext:
+    SMALL = ["--context", "96", "--dim", "16", "--heads", "2", "--kv-heads", "1", "--layers", "1"]
+
+    @pytest.fixture
+    def arguments(self, tmp_path):
+        text = tmp_path / "text.txt"
+        text.write_text("the quick brown fox jumps over a lazy dog.\n" * 20, encoding="utf-8")
+        return lambda out, *more: [*self.SMALL, "--text", str(text), "--out", str(tmp_path / out), *more]
+
+    @pytest.fixture
+    def long_context(self):
+        return load("examples/long_context.py")
+
+    def test_two_processes_and_then_one_train_as_one(self, long_context, arguments, tmp_path, capfd):
+        long_context.main(arguments("one", "--steps", "8"))
+        program = [str(ROOT / "examples/long_context.py"), *arguments("both", "--steps", "5")]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        subprocess.run([*torchrun, *program], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        assert "2 processes of 48, 48 rows; steps 1 to 5" in capfd.readouterr().out
+        long_context.main(arguments("both", "--steps", "8", "--resume"))
+        assert "1 processes of 96 rows; steps 6 to 8" in capfd.readouterr().out
+        one, both = (
+            [float(line) for line in (tmp_path / out / "losses.txt").read_text().split()]
+            for out in ("one", "both")
+        )
+        assert len(one) == 8
+        assert one[-1] < one[0]
+        assert both == pytest.approx(one, rel=1e-5, abs=1e-5)
+        states = [torch.load(tmp_path / out / "checkpoint.pt")["model"] for out in ("one", "both")]
+        for name, expected in states[0].items():
+            torch.testing.assert_close(states[1][name], expected, rtol=1e-3, atol=1e-4)
+
+    @pytest.mark.parametrize("more", [["--resume"], ["--context", "100000"]])
+    def test_refuses_what_cannot_be(self, long_context, arguments, capsys, more):
+        with pytest.raises(SystemExit) as stop:
+            long_context.main(arguments("out", *more))
+        assert stop.value.code == 2
+        assert re.search(
+            r"there is no .*checkpoint\.pt to resume|expected at least 100002", capsys.readouterr().err
+        )
+
+
 class TestServe:
     SMALL = ["--requests", "9", "--max-length", "64", "--slots", "4", "--threads", "1"]
 
