@@ -1,5 +1,7 @@
 """Attention modules over a sequence whose rows lie on several ranks: `context_parallel=layout`."""
 
+import copy
+
 import pytest
 import torch
 
@@ -79,6 +81,25 @@ def test_the_layout_may_change_from_call_to_call():
     for outputs in run_in_memory(2, on_rank):
         for output, x in zip(outputs, inputs, strict=True):
             torch.testing.assert_close(output, whole(x)[0])
+
+
+def test_dropout_drops_what_one_machine_drops():
+    whole, x = MultiHeadAttention(DIM, 4, dropout=0.5), torch.randn(2, LENGTH, DIM)
+    torch.manual_seed(5)
+    expected = whole(x, is_causal=True)[0].detach()
+    torch.manual_seed(5)
+
+    def on_rank(rank):
+        layout = layout_of(rank)
+        module = copy.deepcopy(whole)
+        module.context_parallel = layout
+        training = layout.rows(), module(layout.shard(x, 1), is_causal=True)[0].detach()
+        return *training, module.eval()(layout.shard(x, 1), is_causal=True)[0].detach()
+
+    evaluated = whole.eval()(x, is_causal=True)[0].detach()
+    for rows, output, without in run_in_memory(2, on_rank):
+        torch.testing.assert_close(output, expected[:, rows])
+        torch.testing.assert_close(without, evaluated[:, rows])
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -163,7 +163,7 @@ class AttentionModule(nn.Module):
             window_right=self.window_right,
             softcap=self.softcap,
             sinks=sinks,
-            **({"dropout_p": dropout_p} if dropout_p else {}),
+            dropout_p=dropout_p,
         )
         assert isinstance(output, Tensor)
         return output
