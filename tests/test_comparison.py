@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import attn_ext
+from attn_ext.distributed import SequenceLayout, context_parallel_sdpa, run_in_memory
 
 pytestmark = [
     pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the table is about torch 2.13"),
@@ -64,6 +65,19 @@ def vmap(call: Call) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return torch.vmap(call)(*(x.expand(3, *x.shape) for x in tensors())).shape[0] == 3
+
+
+def over_ranks() -> bool:
+    """Two ranks as threads."""
+    whole = tensors()
+
+    def on_rank(rank) -> bool:
+        layout = SequenceLayout.zigzag(16, rank)
+        own = [layout.shard(x, -2).requires_grad_() for x in whole]
+        context_parallel_sdpa(*own, layout=layout, is_causal=True).sum().backward()
+        return own[0].grad is not None
+
+    return all(run_in_memory(2, on_rank))
 
 
 def lse(call: Callable[..., tuple[Tensor, Tensor]]) -> bool:
@@ -242,6 +256,7 @@ CLAIMS: dict[str, dict[str, Callable[[], bool] | None]] = {
         "nn.MultiheadAttention": lambda: jagged_backward(multihead_of_jagged),
         "FlexAttention": lambda: jagged_backward(flex_attention),
     },
+    "a sequence over several machines, forward and backward": {"attn_ext": over_ranks},
     "any score function of one's own": {"FlexAttention": own_score_function},
     "TorchScript": each(script),
     "`torch.export`": each(exports),
