@@ -138,6 +138,58 @@ class TestLongContext:
         )
 
 
+class TestScaling:
+    @pytest.fixture(scope="class")
+    def scaling(self):
+        return load("benchmarks/scaling.py")
+
+    @pytest.fixture
+    def machines(self, scaling):
+        """A thread that does 100 GFLOP/s, of a call of few rows the tenth of it."""
+        rates = {4: scaling.Rate(1e10, 1e10), 64: scaling.Rate(1e11, 1e11)}
+        found = scaling.Measured(torch.bfloat16, scaling.CELL, rates, 1e-4, 1e9, {scaling.THREADS: 2.0})
+        return scaling.machines_of(found, cores=32)
+
+    def test_measures_and_writes_a_page(self, scaling, tmp_path, capsys):
+        pytest.importorskip("matplotlib")
+        scaling.main(["--quick", "--rounds", "1", "--out", str(tmp_path / "scaling.md")])
+        assert re.search(r"^gloo: \d+ µs, [\d.]+ GB/s$", capsys.readouterr().out, re.M)
+        page = (tmp_path / "scaling.md").read_text(encoding="utf-8")
+        assert re.search(r"^\| against one thread: two processes, ring \| [\d.]+ x \|$", page, re.M)
+        assert re.search(r"^\| 1 M \| 100 % \|", page, re.M)
+        assert (tmp_path / "pictures/scaling.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_efficiency_falls_with_ranks_and_grows_with_length(self, scaling, machines):
+        for machine in machines:
+            by_ranks = [scaling.efficiency("ring", 2**15, n, machine) for n in (1, 8, 64, 512)]
+            assert by_ranks == sorted(by_ranks, reverse=True)
+            assert by_ranks[0] == 1
+            by_length = [scaling.efficiency("ring", length, 64, machine) for length in scaling.LENGTHS]
+            assert by_length == sorted(by_length)
+
+    def test_auto_is_as_good_as_each_method(self, scaling, machines):
+        for ranks in (2, 8, 64, 1024):
+            auto = scaling.efficiency("auto", 2**17, ranks, machines[3])
+            for method in scaling.METHODS:
+                assert auto >= (scaling.efficiency(method, 2**17, ranks, machines[3]) or 0) - 0.01
+
+    def test_time_of_one_rank_is_that_of_its_flops(self, scaling, machines):
+        length, machine = 2**13, machines[1]
+        flops = 2 * (128 + 128) * 32 * length * (length + 1) // 2
+        expected = 2 * flops / 1e11 / 32
+        assert scaling.seconds(scaling.Way("allgather", 1), length, 1, machine) == pytest.approx(expected)
+
+    def test_time_of_two_ranks_is_computing_and_sending(self, scaling, machines):
+        """By hand: keys and values of half of the rows in bfloat16, their gradients back in float32."""
+        length, machine = 2**13, machines[1]
+        flops = 2 * (128 + 128) * 32 * length * (length + 1) // 2 / 2
+        sent = length // 2 * 8 * (128 + 128) * (2 + 4)
+        expected = 2 * flops / 1e11 / 32 + sent / machine.network.bandwidth + 3 * machine.network.latency
+        assert scaling.seconds(scaling.Way("allgather", 1), length, 2, machine) == pytest.approx(
+            expected, rel=1e-3
+        )
+
+
 class TestServe:
     SMALL = ["--requests", "9", "--max-length", "64", "--slots", "4", "--threads", "1"]
 

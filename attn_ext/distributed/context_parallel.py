@@ -136,7 +136,8 @@ def context_parallel_sdpa(
             back. "ulysses" sends every rank all rows of some heads: it sends less, gives the bits of a single
             machine where no two ranks share a head of keys, and asks for heads that divide by the ranks.
             "ring" passes keys and values from rank to rank while it computes and holds those of two at once.
-            "auto" takes what :func:`cost` says sends least within ``memory_limit``, the same on every rank.
+            "auto" takes what :func:`attn_ext.distributed.cost` says sends least within ``memory_limit``, the
+            same on every rank.
         attn_mask: broadcasts to :math:`(\dots, H_q, L, S)`: the rows of this rank, the columns of all.
         is_causal: as in :func:`attn_ext.sdpa`, by the places of rows in their sequence, like the windows.
         scale: as there.

@@ -73,7 +73,7 @@ def cost(
             no row of a rank sees because of a window is not sent to it.
         window_left: as there.
         window_right: as there.
-        ulysses_size: as of :func:`context_parallel_sdpa`.
+        ulysses_size: as of :func:`attn_ext.distributed.context_parallel_sdpa`.
 
     Raises:
         ValueError: a method that there is not; a ``ulysses_size`` that does not divide the ranks.

@@ -40,8 +40,8 @@ class SequenceLayout:
     """Which rows of a sequence, or of packed sequences, lie on which rank.
 
     The layout itself is numbers: any of its ranks can be looked at without communication. Only
-    :meth:`unshard` and :func:`context_parallel_sdpa` communicate, and every rank of the group has to call
-    them, forward and backward.
+    :meth:`unshard` and :func:`attn_ext.distributed.context_parallel_sdpa` communicate, and every rank of the
+    group has to call them, forward and backward.
 
     **Gradients** are those of the sum of the losses of all ranks. Where every rank computes the same loss of
     the whole, that is as many times too much as there are ranks.
@@ -75,8 +75,8 @@ class SequenceLayout:
 
         Args:
             length: rows of the sequence; any number.
-            group: a process group, a DeviceMesh of one dimension, a :class:`Transport`, or None for the
-                default group.
+            group: a process group, a DeviceMesh of one dimension, a
+                :class:`attn_ext.distributed.Transport`, or None for the default group.
             rank: with ``world_size``, of which rank this is, without a group.
             world_size: the number of ranks, without a group.
 

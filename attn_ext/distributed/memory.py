@@ -105,10 +105,11 @@ def run_in_memory(world_size: int, function: Callable[[MemoryTransport], Result]
 
     Args:
         world_size: how many ranks.
-        function: gets the transport of its rank, which :class:`SequenceLayout` takes for a group.
+        function: gets the transport of its rank, which
+            :class:`attn_ext.distributed.SequenceLayout` takes for a group.
 
     Raises:
-        Whatever the function raises on the first rank that fails; the others end too.
+        Exception: whatever the function raises on the first rank that fails; the others end too.
 
     Example:
         >>> import torch
