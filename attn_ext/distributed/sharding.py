@@ -39,7 +39,7 @@ class Call:
         self.schema = schema
         names = [argument.name for argument in schema.op._schema.arguments]
         given = {**dict(zip(names, schema.args_schema, strict=False)), **schema.kwargs_schema}
-        self.arguments = {name: given[name] for name in names if name in given}
+        self.arguments: dict[str, Any] = {name: given[name] for name in names if name in given}
         self.tensors = {name: x for name, x in self.arguments.items() if isinstance(x, OpStrategy)}
         self.results = [result.name or "output" for result in schema.op._schema.returns]
 
@@ -73,7 +73,7 @@ class Call:
         found = expand_to_full_mesh_op_strategy(
             self.schema.get_mesh_from_args(),
             self.schema,
-            [self.rule(cut) for cut in ({}, *cuts)],  # type: ignore[misc]
+            [self.rule(cut) for cut in ({}, *cuts)],
             input_index=len(self.results),
         )
         fitting = [spec for spec in found.strategies if self._keeps_keywords(spec) and fits(self, spec)]

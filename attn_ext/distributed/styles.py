@@ -49,16 +49,22 @@ class AttentionParallel(ParallelStyle):
         owner.register_parameter(name, parameter)
         if isinstance(placement, Replicate) and parameter.requires_grad:
             # One head of keys: each rank has what its own heads of queries add to the gradient.
-            parameter.register_hook(lambda grad: grad.redistribute(placements=[Replicate()]))
+            parameter.register_hook(_summed)  # type: ignore[no-untyped-call]
+
+
+def _summed(grad: DTensor) -> DTensor:
+    return grad.redistribute(placements=[Replicate()])
 
 
 def unpack(module: MultiHeadAttention) -> None:
     """Three projections instead of one parameter, as with ``packed=False``."""
     weight, bias = module.in_proj_weight, module.in_proj_bias
     assert weight is not None
-    biases = [None] * 3 if bias is None else bias.detach().split(module.out_dims)
+    biases = [None] * 3 if bias is None else bias.detach().split_with_sizes(module.out_dims)
     names = ("query_proj", "key_proj", "value_proj")
-    for name, part, part_bias in zip(names, weight.detach().split(module.out_dims), biases, strict=True):
+    for name, part, part_bias in zip(
+        names, weight.detach().split_with_sizes(module.out_dims), biases, strict=True
+    ):
         layer = nn.Linear(part.shape[1], part.shape[0], bias is not None, device="meta")
         layer.weight = nn.Parameter(part.clone(), requires_grad=weight.requires_grad)
         if part_bias is not None and bias is not None:
