@@ -26,6 +26,13 @@ MODULES = [
 WITH_EXAMPLES = {
     "attn_ext.functional",
     "attn_ext._explain",
+    "attn_ext.distributed.context_parallel",
+    "attn_ext.distributed.cost",
+    "attn_ext.distributed.dtensor",
+    "attn_ext.distributed.layout",
+    "attn_ext.distributed.memory",
+    "attn_ext.distributed.plan",
+    "attn_ext.distributed.tensor_parallel",
     "attn_ext.integrations.convert",
     "attn_ext.integrations.override",
     "attn_ext.integrations.varlen",

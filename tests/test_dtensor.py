@@ -239,6 +239,30 @@ def test_a_mask_is_not_taken_for_sinks_of_its_shape(meshes):
         check(attn_ext.sdpa, {**inputs, name: torch.randn(4)}, {}, mesh, {**heads, name: (WHOLE,)})
 
 
+def test_a_call_that_is_part_of_a_whole_one(meshes):
+    """A given delta is cut like the lse, and needs no output."""
+    query, key, value, grad = (torch.randn(4, 4, 8, 4) for _ in range(4))
+    output, lse = attn_ext.sdpa_with_lse(query, key, value)
+    delta = (grad * output).sum(-1)
+    rest = (0.0, False, None, False, None, None, 0, 0.0, [True, True, True, False, False], None, True)
+
+    def gradients(grad, query, key, value, lse, delta):
+        none = (None,) * 3
+        op = torch.ops.attn_ext._sdpa_backward
+        return op(grad, *none, query, key, value, None, None, *none[:2], None, lse, *rest, delta)[:3]
+
+    inputs = (grad, query, key, value, lse, delta)
+    expected = gradients(*inputs)
+    for at in (WHOLE, BATCH, HEADS):
+        placed = [distribute_tensor(x, meshes["line"], [at]) for x in inputs]
+        with CommDebugMode() as counted:
+            found = gradients(*placed)
+        assert counted.get_total_counts() == 0
+        for actual, e in zip(found, expected, strict=True):
+            assert actual.placements == (at,)
+            torch.testing.assert_close(plain(actual), e)
+
+
 def test_dropout_of_a_shard_is_refused(meshes):
     mesh, inputs = meshes["line"], inputs_of(qkv())
     placed = {name: distribute_tensor(x, mesh, [BATCH]) for name, x in inputs.items()}
