@@ -223,6 +223,10 @@ def test_what_fits_is_not_moved(meshes, shapes, where, results, grads):
 
 def test_heads_that_do_not_divide_are_gathered(meshes):
     """Groups of query heads would lie on a rank without the key head that they read."""
+    inputs = inputs_of(qkv(heads=12, key_heads=6))  # 6 over 4 ranks are 2, 2, 2 and none
+    uneven = dict.fromkeys(inputs, (HEADS,))
+    found = check(attn_ext.sdpa, inputs, {"enable_gqa": True}, meshes["line"], uneven)
+    assert found["result 0"].placements != (HEADS,)
     inputs = inputs_of(qkv(heads=8, key_heads=2))
     where = {"query": [HEADS], "key": [WHOLE], "value": [WHOLE]}
     placed = {name: distribute_tensor(x, meshes["line"], where[name]) for name, x in inputs.items()}

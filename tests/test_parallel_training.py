@@ -178,6 +178,29 @@ WAYS = {
 }
 
 
+def remembered(mesh: Any) -> dict[str, Any]:
+    """DTensor remembers rules; with dropout, or sinks in place of a mask, a call is another one."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    torch.manual_seed(0)
+    inputs, four = torch.randn(3, 2, 4, 5, 4), torch.randn(4)
+    placed = [distribute_tensor(x, mesh, [Shard(1)]) for x in inputs]
+    placed[1:] = (x[..., :4, :] for x in placed[1:])
+    query, (key, value) = inputs[0], inputs[1:, ..., :4, :]
+    apart: dict[str, Any] = {}
+    for turn, name in enumerate(("attn_mask", "sinks", "attn_mask")):
+        expected = attn_ext.sdpa(query, key, value, **{name: four})
+        found = attn_ext.sdpa(*placed, **{name: distribute_tensor(four, mesh, [Replicate()])})
+        apart[f"{name} {turn}"] = (full(found) - expected).abs().max().item()
+    attn_ext.sdpa(*placed)
+    try:
+        attn_ext.sdpa(*placed, dropout_p=0.5)
+        apart["refused"] = ""
+    except RuntimeError as error:
+        apart["refused"] = str(error)
+    return apart
+
+
 def of_process(rank: int, folder: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -190,6 +213,7 @@ def of_process(rank: int, folder: str) -> None:
         for way, train_by in WAYS.items()
         for name, options in VARIANTS.items()
     }
+    found["remembered"] = remembered(mesh)
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -213,3 +237,11 @@ def test_two_processes_train_as_one(of_processes, way, variant):
             torch.testing.assert_close(
                 parameter, expected["state"][name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
             )
+
+
+def test_rules_are_remembered_for_calls_like_them_only(of_processes):
+    for found in of_processes:
+        apart = dict(found["remembered"])
+        assert "context_parallel_sdpa" in apart.pop("refused")
+        assert len(apart) == 3
+        assert max(apart.values()) < 1e-5
