@@ -222,7 +222,7 @@ def register() -> None:
     for name, rule in RULES.items():
         op = getattr(torch.ops.attn_ext, name).default
         # A rule holds for these arguments alone: every one is part of the key under which DTensor keeps it,
-        # also that a tensor is None, or a mask would pass for sinks of its shape.
+        # also which tensors are None.
         keywords = [argument.name for argument in op._schema.arguments if argument.kwarg_only]
         info = RuntimeSchemaInfo(static_argnum=0, static_kwargkey=keywords)
         propagator.register_op_strategy(op, rule, info)
