@@ -117,13 +117,28 @@ def test_a_compiled_model_calls_it_between_its_graphs():
 
 
 @pytest.mark.parametrize(
-    "way", [{"method": "ulysses"}, {"method": "allgather"}, {"ulysses_size": 2, "method": "allgather"}]
+    "way",
+    [
+        *({"method": method} for method in ("ulysses", "allgather", "ring")),
+        *({"ulysses_size": 2, "method": method} for method in ("allgather", "ring")),
+    ],
+    ids=lambda way: "-".join(map(str, way.values())),
 )
 @pytest.mark.parametrize(
-    "options", [{"is_causal": True}, {"window_left": 3}, {"dropout_p": 0.3, "dropout_seed": 9}]
+    "options",
+    [
+        {"is_causal": True},
+        {"window_left": 3},
+        {"enable_gqa": True, "softcap": 3.0},
+        {"dropout_p": 0.3, "dropout_seed": 9},
+        {"dropout_p": 0.3, "dropout_seed": 9, "is_causal": True, "enable_gqa": True},
+    ],
+    ids=lambda options: "-".join(options),
 )
 def test_key_mass_is_that_of_one_machine(way, options):
     q, k, v = whole()
+    grouped = options.get("enable_gqa", False)
+    k, v = (k[::2], v[::2]) if grouped else (k, v)
     weight = torch.randn(4, LENGTH, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
 
     def of_rank(group):
@@ -138,20 +153,14 @@ def test_key_mass_is_that_of_one_machine(way, options):
     inputs = leaves([q, k, v])
     p = options.get("dropout_p", 0.0)
     seed = torch.tensor(options.get("dropout_seed", 0)) if p else None
-    rule = [p, options.get("is_causal", False), None, False, options.get("window_left"), None, 0, 0.0]
+    rule = [p, options.get("is_causal", False), None, grouped, options.get("window_left"), None, 0]
+    rule.append(options.get("softcap", 0.0))
     _, lse, _, mass = torch.ops.attn_ext._sdpa_forward(*inputs, None, None, seed, None, *rule, False, True)
     ((mass * weight).sum() + lse.sum()).backward()
     for rows, found, grads in run_in_memory(4, of_rank):
         torch.testing.assert_close(found, mass[:, rows])
         for actual, x in zip(grads, inputs, strict=False):
             torch.testing.assert_close(actual, x.grad[:, rows])
-
-
-def test_the_ring_has_no_key_mass():
-    layout = SequenceLayout.zigzag(4, rank=0, world_size=2)
-    x = torch.zeros(2, 2, 4)
-    with pytest.raises(ValueError, match="another method than 'ring' with return_key_mass"):
-        context_parallel_sdpa(x, x, x, layout=layout, method="ring", return_key_mass=True)
 
 
 @by_method

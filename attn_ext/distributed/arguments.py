@@ -99,8 +99,6 @@ def _way(call: Call, inputs: Inputs, layout: SequenceLayout, wish: Wish) -> Way:
     method, size = wish.method, wish.ulysses_size
     if method not in ("auto", *METHODS):
         raise ValueError(f"expected a method of 'auto', {', '.join(map(repr, METHODS))}, but got {method!r}")
-    if method == "ring" and call.return_key_mass:
-        raise ValueError("expected another method than 'ring' with return_key_mass, such as 'allgather'")
     if size is not None and (method in ("auto", "ulysses") or size < 1 or layout.world_size % size):
         raise ValueError(
             f"expected a ulysses_size that divides the {layout.world_size} ranks, with method 'allgather' or "
@@ -121,7 +119,6 @@ def _way(call: Call, inputs: Inputs, layout: SequenceLayout, wish: Wish) -> Way:
             window_left=call.window_left,
             window_right=call.window_right,
             has_mask=inputs.mask is not None,
-            can_ring=not call.return_key_mass,
             memory_limit=wish.memory_limit,
         )
     size = layout.world_size if method == "ulysses" else size or 1

@@ -14,7 +14,7 @@ from .calls import Call, Results
 from .cost import Way
 from .exchange import Route, gather_rows, scatter_rows
 from .layout import Run, Runs, SequenceLayout, rows_of, transport_of
-from .ring import attend_ring
+from .ring_attention import attend_ring
 from .transport import Members, Transport
 
 if TYPE_CHECKING:
@@ -167,9 +167,8 @@ def context_parallel_sdpa(
         float64).
 
     Raises:
-        ValueError: rows that are not those of the layout; a method that there is not, or that the heads or
-            ``return_key_mass`` do not allow; a layout without a group; on every rank, what two of them
-            disagree on.
+        ValueError: rows that are not those of the layout; a method that there is not, or that the heads
+            do not allow; a layout without a group; on every rank, what two of them disagree on.
         RuntimeError: what :func:`attn_ext.sdpa` refuses, before anything is sent; on the other ranks, that a
             rank was refused and why; a rank that died, by the timeout of the process group.
 

@@ -232,7 +232,6 @@ def choose_way(
     query_heads: int,
     key_heads: int,
     has_mask: bool = False,
-    can_ring: bool = True,
     memory_limit: int | None = None,
     **problem: Any,
 ) -> Way:
@@ -248,7 +247,7 @@ def choose_way(
         Way(method, size)
         for size in (sizes[:1] if has_mask else sizes)
         for method in ("allgather", "ring")
-        if method == "allgather" or (can_ring and size < ranks)
+        if method == "allgather" or size < ranks
     ]
     shape = {"query_heads": query_heads, "key_heads": key_heads, "rank": 0, **problem}
 
