@@ -141,3 +141,12 @@ def test_what_cannot_be_had_is_refused(call, message):
 def test_rows_of_another_number_are_refused():
     with pytest.raises(ValueError, match="query of 5 rows, those of rank 0, but got 6"):
         MultiHeadAttention(DIM, 4, context_parallel=ONE)(X)
+
+
+def test_a_copied_module_has_the_same_layout():
+    def of_rank(rank):
+        layout = SequenceLayout.zigzag(4, rank)
+        module = MultiHeadAttention(8, 2, context_parallel=layout)
+        return copy.deepcopy(module).context_parallel is layout
+
+    assert run_in_memory(2, of_rank) == [True, True]

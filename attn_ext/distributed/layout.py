@@ -141,6 +141,10 @@ class SequenceLayout:
         """The rows of each sequence."""
         return tuple(Run(*ends) for ends in pairwise(self.cu_seqlens))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SequenceLayout":
+        """Itself: nothing of it changes, and a process group is not copied with a model."""
+        return self
+
     def num_rows(self, rank: int | None = None) -> int:
         """How many rows a rank has, this one if None."""
         return sum(run.size for run in self.runs[self.rank if rank is None else rank])
