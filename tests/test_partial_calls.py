@@ -549,7 +549,7 @@ def test_pieces_of_packed_sequences_add_up(dtype, dropout_p):
     whole = table(none, keys)
     output, lse = run(whole, sinks, None, None, unrounded=True)
     grad_output = torch.randn(output.shape).to(dtype)
-    saved = (output.to(dtype), lse, grad_output)
+    saved = (output.to(dtype), lse.to(output.dtype), grad_output)
     expected = run(whole, sinks, None, saved, unrounded=True)
     parts = [(table(none, firsts), sinks, None), (table(firsts, keys), None, [0, 0, 0, 64])]
     if dropout_p == 0:
