@@ -93,8 +93,12 @@ def split(message: Tensor, rows: int, *like: Tensor) -> list[Tensor]:
 
 def joined_rows(*tensors: Tensor) -> tuple[Tensor, int]:
     """Tensors as one message, and its elements a row."""
-    row = sum(x.shape[:-2].numel() * x.shape[-1] for x in tensors)
-    return torch.cat([x.reshape(-1) for x in tensors]), row
+    return torch.cat([x.reshape(-1) for x in tensors]), row_size(*tensors)
+
+
+def row_size(*tensors: Tensor) -> int:
+    """Elements of a row of all of them."""
+    return sum(x.shape[:-2].numel() * x.shape[-1] for x in tensors)
 
 
 class Rows(NamedTuple):
@@ -137,6 +141,22 @@ def padded(ring: Ring, step: Step, parts: list[Tensor | None]) -> tuple[list[Ten
     hidden = False if seen.dtype == torch.bool else -torch.inf
     longer = [F.pad(x, (0, 0, padding, 0)) for x in (key, value)]
     return [query, *longer, F.pad(seen, (padding, 0), value=hidden), sinks], padding
+
+
+def attend_step(ring: Ring, step: Step, parts: list[Tensor | None]) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of a step, not rounded."""
+    inputs, padding = padded(ring, step, parts)
+    output, lse, _, _ = torch.ops.attn_ext._sdpa_forward(
+        *inputs,
+        ring.call.seed,
+        None,
+        *ring.call.scalars(step.query_offset + padding),
+        False,
+        False,
+        dropout_origin=origin_of_step(ring, step, padding),
+        unrounded=True,
+    )
+    return output, lse
 
 
 def origin_of_step(ring: Ring, step: Step, padding: int) -> list[int] | None:

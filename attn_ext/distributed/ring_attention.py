@@ -11,7 +11,20 @@ from .calls import Call, Results
 from .exchange import wide
 from .layout import Run, SequenceLayout
 from .plan import Step
-from .ring import Ring, Rows, at, joined_rows, local_run, origin_of_step, padded, parts_of, rows_shape, split
+from .ring import (
+    Ring,
+    Rows,
+    at,
+    attend_step,
+    joined_rows,
+    local_run,
+    origin_of_step,
+    padded,
+    parts_of,
+    row_size,
+    rows_shape,
+    split,
+)
 from .ring_key_mass import key_mass_of_own, mean_of_key_mass
 
 
@@ -70,18 +83,8 @@ def _forward(ring: Ring, query: Tensor, own: Rows, key: Tensor, value: Tensor) -
         owner = ring.owner(distance)
         block = split(keys, ring.layout.num_rows(owner), key, value)
         for step in ring.steps.get(owner, ()):
-            inputs, padding = padded(ring, step, parts_of(ring, step, own, *block))
+            part, part_lse = attend_step(ring, step, parts_of(ring, step, own, *block))
             rows = local_run(ring.layout, ring.layout.rank, step.rows)
-            part, part_lse, _, _ = torch.ops.attn_ext._sdpa_forward(
-                *inputs,
-                ring.call.seed,
-                None,
-                *ring.call.scalars(step.query_offset + padding),
-                False,
-                False,
-                dropout_origin=origin_of_step(ring, step, padding),
-                unrounded=True,
-            )
             _merge(at(output, -2, rows), at(lse, -1, rows), part, part_lse)
             del part
         del keys, block  # they have been sent on
@@ -115,8 +118,7 @@ def _backward(
         totals = parts_of(ring, step, sums, d_key, d_value)
         _add_gradients(ring, step, own, split(keys, rows, *travelling), along, totals)
 
-    sums_row = joined_rows(key[..., :0, :], value[..., :0, :])[1]
-    total = ring.sums_home(*joined_rows(*travelling), sums_row, add_part)
+    total = ring.sums_home(*joined_rows(*travelling), row_size(key, value), add_part)
     d_key, d_value = split(total, ring.layout.num_rows(), key, value)
     return sums.query, d_key, d_value, sums.mask, sums.sinks
 

@@ -10,7 +10,19 @@ from torch import Tensor
 
 from .exchange import wide
 from .plan import Step
-from .ring import Ring, Rows, at, joined_rows, local_run, origin_of_step, padded, parts_of, rows_shape, split
+from .ring import (
+    Ring,
+    Rows,
+    at,
+    attend_step,
+    joined_rows,
+    local_run,
+    origin_of_step,
+    padded,
+    parts_of,
+    rows_shape,
+    split,
+)
 
 
 def key_mass_of_own(ring: Ring, own: Rows, key: Tensor, lse: Tensor) -> Tensor:
@@ -58,19 +70,9 @@ def mean_of_key_mass(ring: Ring, own: Rows, key: Tensor, d_mass: Tensor, lse: Te
         owner = ring.owner(distance)
         block = split(keys, ring.layout.num_rows(owner), *travelling)
         for step in ring.steps.get(owner, ()):
-            parts = parts_of(ring, step, own, *block)
-            inputs, padding = padded(ring, step, _with_all_heads(parts, query))
+            parts = _with_all_heads(parts_of(ring, step, own, *block), query)
+            part, part_lse = attend_step(ring, step, parts)
             rows = local_run(ring.layout, ring.layout.rank, step.rows)
-            part, part_lse, _, _ = torch.ops.attn_ext._sdpa_forward(
-                *inputs,
-                ring.call.seed,
-                None,
-                *ring.call.scalars(step.query_offset + padding),
-                False,
-                False,
-                dropout_origin=origin_of_step(ring, step, padding),
-                unrounded=True,
-            )
             whole = at(lse, -1, rows)
             share = (part_lse - whole).exp().masked_fill(whole == -torch.inf, 0).to(mean.dtype)
             at(mean, -1, rows).addcmul_(part.squeeze(-1), share)
