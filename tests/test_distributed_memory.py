@@ -35,22 +35,28 @@ def allocated(function: Callable[[], Any], trace: str) -> tuple[Any, int, int]:
     return result, peak, now
 
 
+def peaks_of(layout: SequenceLayout, way: dict[str, Any], trace: str) -> tuple[int, int]:
+    """The bytes held at most in a forward and in a backward pass, beside the inputs."""
+    query, key, value = (
+        torch.randn(heads, layout.num_rows(), HEAD_DIM).requires_grad_()
+        for heads in (HEADS, KEY_HEADS, KEY_HEADS)
+    )
+    options = {"layout": layout, "is_causal": True, "enable_gqa": True, **way}
+    output, forward, left = allocated(lambda: context_parallel_sdpa(query, key, value, **options), trace)
+    along = torch.ones_like(output)
+    _, backward, _ = allocated(lambda: output.backward(along), trace)
+    return forward, left + backward
+
+
 def of_process(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     layout = SequenceLayout.zigzag(LENGTH)
     found = {}
     for name, way in WAYS.items():
-        query, key, value = (
-            torch.randn(heads, layout.num_rows(), HEAD_DIM).requires_grad_()
-            for heads in (HEADS, KEY_HEADS, KEY_HEADS)
-        )
-        options = {"layout": layout, "is_causal": True, "enable_gqa": True, **way}
-        attend = lambda inputs=(query, key, value), o=options: context_parallel_sdpa(*inputs, **o)  # noqa: E731
-        output, forward, left = allocated(attend, f"{folder}/{rank}.json")
-        along = torch.ones_like(output)
-        _, backward, _ = allocated(lambda out=output, g=along: out.backward(g), f"{folder}/{rank}.json")
-        found[name] = forward, left + backward
+        # Gloo's own thread sometimes lets a message go a little after it has come: the least of a few counts.
+        peaks = [peaks_of(layout, way, f"{folder}/{rank}.json") for _ in range(5)]
+        found[name] = tuple(min(of_pass) for of_pass in zip(*peaks, strict=True))
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
