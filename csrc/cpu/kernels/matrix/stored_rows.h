@@ -162,14 +162,22 @@ ATTN_EXT_INLINE bool is_plain(const Storage& storage) {
   return storage.kind == ScalarKind::kNone && storage.pages == nullptr && storage.scale.data == nullptr;
 }
 
-// The factors of rows [first, first + count) of a key head.
+// The factors of rows [first, first + count) of a key head. A page is looked up once for all its rows: a
+// division for each would cost a fifth of the time that an int8 cache takes.
 template <typename T>
 inline void row_factors(const Storage& storage, int64_t head, int64_t first, int64_t count, T* out) {
-  for (int64_t r = first; r < first + count; ++r) {
-    const bool in_pages = storage.pages != nullptr;
-    const int64_t page = in_pages ? storage.pages[r / storage.page_rows] : 0;
-    out[r - first] =
-        *row_pointer<const float>(storage.scale, page, head, in_pages ? r % storage.page_rows : r);
+  const int64_t stride = storage.scale.row_stride, page_rows = storage.page_rows;
+  for (int64_t r = first, next; r < first + count; r = next) {
+    int64_t page = 0, row = r;
+    next = first + count;
+    if (storage.pages != nullptr) {
+      const int64_t index = r / page_rows;
+      page = storage.pages[index];
+      row = r - index * page_rows;
+      next = smaller(next, r + page_rows - row);
+    }
+    const float* factors = row_pointer<const float>(storage.scale, page, head, row);
+    for (int64_t i = 0; i < next - r; ++i) out[r - first + i] = factors[i * stride];
   }
 }
 
