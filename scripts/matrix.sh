@@ -102,7 +102,7 @@ for compiler in g++ clang++-14; do
   kernels "$compiler" "Release with -D_GLIBCXX_ASSERTIONS" none CXXFLAGS=-D_GLIBCXX_ASSERTIONS
   kernels "$compiler" "Release with -march=native" none CXXFLAGS=-march=native
   kernels "$compiler" "ThreadSanitizer" thread
-  kernels "$compiler" "UndefinedBehaviorSanitizer" undefined
+  kernels "$compiler" "AddressSanitizer and UndefinedBehaviorSanitizer" address,undefined
 done
 for version in ${TORCHES:-2.11.0 2.12.0 2.13.0 2.14.0}; do
   with_torch "$version"

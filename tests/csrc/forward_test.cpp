@@ -649,18 +649,18 @@ void lowest_bias(const cpu::KernelSet& isa) {
         std::string(isa.name) + " lse of the lowest bias");
 }
 
-int64_t run_all(const cpu::KernelSet& isa, const std::string& part) {
+int64_t run_all(const cpu::KernelSet& isa, Selection selection) {
   constexpr ScalarKind kDtypes[] = {ScalarKind::kFloat64, ScalarKind::kFloat32, ScalarKind::kBFloat16,
                                     ScalarKind::kFloat16};
   int64_t count = 0;
   for (const ScalarKind dtype : kDtypes) {
     paths.clear();
     for (const Case& c : cases()) {
-      if (c.name.find(part) == std::string::npos) continue;
+      if (!selection.takes(c.name)) continue;
       run_case(isa, c, dtype);
       ++count;
     }
-    if (!part.empty()) continue;
+    if (!selection.is_whole()) continue;
     check(paths.size() == cpu::kForwardPaths, std::string(isa.name) + ": a path that no case takes");
     for (const int64_t lq : {1, 5, 100}) {
       for (const int64_t lk : {60, 300, 1100, 1700}) {

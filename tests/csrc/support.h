@@ -363,15 +363,35 @@ inline std::vector<Placement> placements_in_turn(int64_t n) {
 
 inline constexpr int kSkipped = 77;  // what ctest takes for "cannot be run here"
 
+// Which cases run: those whose name holds `part`; and where KERNEL_SHARE is n, every n-th of them, others on
+// each instruction set, so that n sets run each case once.
+struct Selection {
+  std::string part;
+  int64_t share = 1, set = 0, count = 0;
+  bool is_whole() const { return part.empty() && share == 1; }
+  // Whether the next case runs. Cases come in rows of as many as there are dtypes: no set gets one alone.
+  bool takes(const std::string& name) {
+    if (name.find(part) == std::string::npos) return false;
+    const int64_t i = count++;
+    return (i + i / share + set) % share == 0;
+  }
+};
+
 // The tests of both programs: PROGRAM CAPABILITY [part of a case's name].
 template <typename Test>
 int run_tests(int argc, char** argv, Test test) {
-  const std::string wanted = argc > 1 ? argv[1] : "all", part = argc > 2 ? argv[2] : "";
+  const std::string wanted = argc > 1 ? argv[1] : "all";
+  Selection selection;
+  if (argc > 2) selection.part = argv[2];
+  if (const char* share = std::getenv("KERNEL_SHARE")) {
+    selection.share = std::max(int64_t{1}, int64_t{std::atoi(share)});
+  }
   bool any = false;
   for (const cpu::KernelSet& set : cpu::supported_kernel_sets()) {
+    ++selection.set;
     if (wanted != "all" && wanted != set.name) continue;
     any = true;
-    const int64_t cases = test(set, part);
+    const int64_t cases = test(set, selection);
     std::printf("%s: %ld cases, %d failures\n", set.name, static_cast<long>(cases), failures.load());
   }
   if (!any) std::printf("this processor cannot run %s\n", wanted.c_str());
