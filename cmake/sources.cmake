@@ -38,6 +38,7 @@ set(ATTN_EXT_SOURCES
   csrc/cpu/paged.cpp
   csrc/capability.cpp
   csrc/explain.cpp
+  csrc/task_times.cpp
   csrc/public_api.cpp)
 
 # Compiled once per instruction set (capabilities.cmake).

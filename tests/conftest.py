@@ -41,8 +41,24 @@ def _operators_of_torchvision() -> torch.library.Library | None:
 TORCHVISION = _operators_of_torchvision()  # gone with the object
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """A file goes to one process, but for the tests of the instruction sets: each of these is as long as many
+    files. In the order of collection, or one process would be left with them at the end.
+    """
+    from xdist.scheduler import LoadFileScheduling
+
+    class LongTestsApart(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid if "test_numerical_tests_pass_on" in nodeid else super()._split_scope(nodeid)
+
+    config.option.loadscopereorder = False
+    return LongTestsApart(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--slow"):
+        items.sort(key=lambda item: "slow" not in item.keywords)
         return
     skip = pytest.mark.skip(reason="slow: run with --slow")
     for item in items:

@@ -2,8 +2,10 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <new>
+#include <vector>
 
 #include "huge_pages.h"
 #include "openmp.h"
@@ -72,10 +74,29 @@ class Scratch {
   Block* block_ = nullptr;
 };
 
+using TaskTimes = std::vector<std::vector<double>>;  // seconds of each task of each round
+
+/// Where tasks are timed, instead of being given to threads (../task_times.h); null: nowhere.
+inline std::atomic<TaskTimes*> times_wanted = nullptr;
+
+template <class Function>
+void run_timed(int64_t tasks, Function function, TaskTimes& times) {
+  using Clock = std::chrono::steady_clock;
+  std::vector<double>& round = times.emplace_back();
+  for (int64_t task = 0; task < tasks; ++task) {
+    const auto start = Clock::now();
+    function(task, 0);
+    round.push_back(std::chrono::duration<double>(Clock::now() - start).count());
+  }
+}
+
 /// function(task, slot) for every task; a slot is at work on one task at a time. Tasks are taken in order by
 /// whichever slot is free, so that uneven ones balance.
 template <class Function>
 void run_tasks(int64_t tasks, int threads, Function function) {
+  if (TaskTimes* const times = times_wanted.load(std::memory_order_relaxed)) {
+    return run_timed(tasks, function, *times);
+  }
   if (threads <= 1 || tasks <= 1) {
     for (int64_t task = 0; task < tasks; ++task) {
       function(task, 0);

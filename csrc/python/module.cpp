@@ -1,9 +1,12 @@
 // attn_ext._C: what Python needs beside the operators, which come with the library itself.
 
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "../capability.h"
 #include "../explain.h"
+#include "../task_times.h"
 #include "calls.h"
 
 namespace py = pybind11;
@@ -39,5 +42,6 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   attn_ext::add_calls(m);
   m.def("cpu_capability", &attn_ext::cpu_capability);
   m.def("available_cpu_capabilities", &attn_ext::available_cpu_capabilities);
+  m.def("task_times", &attn_ext::task_times);
   add_explain(m, std::make_index_sequence<attn_ext::Unboxed<attn_ext::PublicCall>::kArguments>());
 }

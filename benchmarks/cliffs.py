@@ -1,0 +1,284 @@
+"""Where a step to the next shape costs more than its work: walks the thresholds between the ways of a call.
+
+    python benchmarks/cliffs.py
+    python benchmarks/cliffs.py --walks key_length window --dtype float32 --mode bwd
+
+Each walk changes one thing about a call, in small steps; its shapes are timed in turns, and the least time
+counts. Two neighbours whose times for a flop of visible work differ by more than --most times are printed,
+and the exit status is 1. It is no cliff where the one with more work is as fast in all: a step up to a
+whole vector.
+"""
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import attn_ext
+from attn_ext.benchmark.cells import DTYPES
+
+SHORTEST = 2e-3  # seconds of calls that one sample takes, at least
+#: Whole calls whose times differ by less are as fast as each other.
+EQUAL = 1.1
+
+
+@dataclass
+class Call:
+    """One shape of a walk."""
+
+    name: str
+    batch: int = 1
+    heads: int = 8
+    key_heads: int | None = None
+    query_length: int = 512
+    key_length: int = 512
+    head_dim: int = 64
+    value_dim: int | None = None
+    layout: str = "bhld"  # the order in memory
+    mask: str = "none"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def pairs(self) -> int:
+        """Of a query and a key that it sees, over all heads."""
+        left, right = self.options.get("window_left"), self.options.get("window_right")
+        offset = self.options.get("query_offset", 0)
+        rows = torch.arange(self.query_length) + offset
+        begin = torch.zeros_like(rows) if left is None else (rows - left).clamp(0, self.key_length)
+        last = rows + (
+            0 if self.options.get("is_causal") else right if right is not None else self.key_length
+        )
+        end = (last + 1).clamp(0, self.key_length)
+        return self.batch * self.heads * int((end - begin).clamp(min=0).sum())
+
+    def work(self) -> int:
+        return self.pairs() * (self.head_dim + (self.value_dim or self.head_dim))
+
+    def tensor(self, dtype: torch.dtype, heads: int, length: int, dim: int, layout: str) -> Tensor:
+        sizes = {"b": self.batch, "h": heads, "l": length, "d": dim}
+        stored = torch.randn([sizes[axis] for axis in layout], dtype=torch.float32).to(dtype)
+        return stored.permute([layout.index(axis) for axis in "bhld"])
+
+    def make(self, dtype: torch.dtype, backward: bool) -> Callable[[], object]:
+        key_heads, value_dim = self.key_heads or self.heads, self.value_dim or self.head_dim
+        query = self.tensor(dtype, self.heads, self.query_length, self.head_dim, "bhld")
+        key = self.tensor(dtype, key_heads, self.key_length, self.head_dim, self.layout)
+        value = self.tensor(dtype, key_heads, self.key_length, value_dim, self.layout)
+        mask = None
+        if self.mask == "bool":
+            mask = torch.ones(self.query_length, self.key_length, dtype=torch.bool)
+        elif self.mask == "keys":
+            mask = torch.ones(self.batch, 1, 1, self.key_length, dtype=torch.bool)
+        elif self.mask == "float":
+            mask = torch.zeros(1, self.heads, self.query_length, self.key_length, dtype=dtype)
+        elif self.mask == "shared":
+            mask = torch.zeros(self.query_length, self.key_length, dtype=dtype)
+        inputs = [x.requires_grad_(backward) for x in (query, key, value)]
+
+        def forward() -> Tensor:
+            return attn_ext.sdpa(query, key, value, mask, enable_gqa=key_heads != self.heads, **self.options)
+
+        if not backward:
+            return forward
+        output = forward()
+        along = torch.randn_like(output)
+        return lambda: torch.autograd.grad(output, inputs, along, retain_graph=True)
+
+
+def around(*places: int) -> list[int]:
+    """Each place with its two neighbours, in order."""
+    return sorted({n for place in places for n in (place - 1, place, place + 1) if n > 0})
+
+
+def named(values: Iterable[Any], make: Callable[[Any], Call]) -> list[Call]:
+    return [make(value) for value in values]
+
+
+ROWS = [*around(1, 2, 4, 8, 16), 24, *around(32), 48, *around(64, 96, 128), 192, *around(256)]
+KEYS = [16, 24, *around(32), 48, *around(64), 96, *around(128), 160, *around(256), 384, *around(512), 768]
+KEYS += [*around(1024), 1536, *around(2048), 4096]
+DIMS = [8, *around(16), 24, *around(32), 40, 48, *around(64), 80, 96, 112, *around(128), 160, 192]
+DIMS += [*around(256), 320, 384, *around(512)]
+
+
+def walks() -> dict[str, list[Call]]:
+    """The thresholds of csrc/cpu/kernels: */plan.h and tiles/plan.h, and what else may have one."""
+    return {
+        "query_length": named(ROWS, lambda n: Call(f"Lq {n}", query_length=n, key_length=2048)),
+        "query_length_few_keys": named(
+            ROWS, lambda n: Call(f"Lq {n}, Lk 100", query_length=n, key_length=100, heads=64)
+        ),
+        "key_length": named(KEYS, lambda n: Call(f"Lk {n}", key_length=n, query_length=256)),
+        "key_length_one_row": named(
+            [*around(64, 128), 192, *around(256, 512, 1024, 2048), 3000, *around(4096), 8192, 16384, 32768],
+            lambda n: Call(f"Lk {n}, one row", key_length=n, query_length=1, heads=32, head_dim=128),
+        ),
+        "head_dim": named(DIMS, lambda n: Call(f"D {n}", head_dim=n)),
+        "head_dim_one_row": named(
+            [16, 24, *around(32), 48, *around(64), 96, *around(128), 192, *around(256), 512, 576],
+            lambda n: Call(f"D {n}, one row", head_dim=n, query_length=1, key_length=4096),
+        ),
+        "value_dim": named(
+            [16, 32, 40, 48, *around(64), 80, 96, *around(128), 192, 256, 512],
+            lambda n: Call(f"Dv {n}", value_dim=n),
+        ),
+        "heads": named([*range(1, 10), 12, *around(16, 32), 64, 128], lambda n: Call(f"{n} heads", heads=n)),
+        "heads_one_row": named(
+            [*range(1, 10), 12, *around(16, 32), 64, 128],
+            lambda n: Call(f"{n} heads, one row", heads=n, query_length=1, key_length=16384),
+        ),
+        "tiny_heads": named(
+            [1, 2, 8, 64, 512, 4096, 20000],
+            lambda n: Call(f"{n} heads of 16", heads=n, query_length=16, key_length=16, head_dim=16),
+        ),
+        "group": named(
+            [1, 2, 4, 8, 16, 32, 64],
+            lambda n: Call(f"{n} query heads a key head", heads=64, key_heads=64 // n, query_length=64),
+        ),
+        "group_one_row": named(
+            [1, 2, 3, 4, 6, 8, 12, 16, 17, 24, 32, 48, 64, 96, 128],
+            lambda n: Call(
+                f"{n} query heads a key head, one row",
+                heads=2 * n,
+                key_heads=2,
+                query_length=1,
+                key_length=8192,
+            ),
+        ),
+        "layout": named(
+            ["bhld", "blhd", "bhdl", "hdbl"], lambda order: Call(f"in memory {order}", layout=order)
+        ),
+        "layout_few_rows": named(
+            ["bhld", "blhd", "bhdl"],
+            lambda order: Call(f"in memory {order}, 4 rows", layout=order, query_length=4, key_length=4096),
+        ),
+        "mask": named(
+            ["none", "keys", "bool", "shared", "float"],
+            lambda kind: Call(f"mask {kind}", mask=kind, key_length=1024),
+        ),
+        "mask_one_row": named(
+            ["none", "keys", "bool", "float"],
+            lambda kind: Call(f"mask {kind}, one row", mask=kind, query_length=1, key_length=8192),
+        ),
+        "window": named(
+            [64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096],
+            lambda n: Call(
+                f"window {n}",
+                query_length=4096,
+                key_length=4096,
+                heads=4,
+                options={"window_left": n, "is_causal": True},
+            ),
+        ),
+        "window_length": named(
+            [512, 1024, 2048, 4096, 8192, 16384],
+            lambda n: Call(
+                f"L {n}, window 256",
+                query_length=n,
+                key_length=n,
+                heads=4,
+                options={"window_left": 256, "is_causal": True},
+            ),
+        ),
+        "window_one_row": named(
+            [1024, 4096, 16384, 65536],
+            lambda n: Call(
+                f"Lk {n}, window 512, one row",
+                query_length=1,
+                key_length=n,
+                options={"window_left": 511, "window_right": 0, "query_offset": n - 1},
+            ),
+        ),
+        "causal": named(
+            [256, 512, 1024, 2048, 4096],
+            lambda n: Call(f"L {n}, causal", query_length=n, key_length=n, options={"is_causal": True}),
+        ),
+    }
+
+
+def least_times(calls: list[Callable[[], object]], turns: int) -> Iterator[list[float]]:
+    """The least time of each so far, after each turn."""
+    repeats, least = [], [float("inf")] * len(calls)
+    for call in calls:
+        call()
+        start = time.perf_counter()
+        call()
+        repeats.append(max(1, round(SHORTEST / (time.perf_counter() - start))))
+    for _ in range(turns):
+        for i, (call, count) in enumerate(zip(calls, repeats, strict=True)):
+            start = time.perf_counter()
+            for _ in range(count):
+                call()
+            least[i] = min(least[i], (time.perf_counter() - start) / count)
+        yield least.copy()
+
+
+def cliffs_of(calls: list[Call], seconds: list[float], most: float) -> dict[str, str]:
+    """Steps of a walk that are steeper than `most`, by the name of the slower shape.
+
+    The last call has next to no work: what it takes every call does, and small ones would be all cliffs.
+    """
+    found = {}
+    overhead = seconds.pop()
+    each = [(call, max(least - overhead, overhead / 10)) for call, least in zip(calls, seconds)]
+    for pair in itertools.pairwise(each):
+        (one, fast), (other, slow) = sorted(pair, key=lambda timed: timed[1] / timed[0].work())
+        steep = slow / other.work() / (fast / one.work())
+        if steep > most and (slow > fast * EQUAL or other.work() >= one.work()):
+            found[other.name] = (
+                f"{other.name} {slow * 1e6:.0f} us, {one.name} {fast * 1e6:.0f} us: {steep:.2f} x a flop"
+            )
+    return found
+
+
+def walk(calls: list[Call], dtype: torch.dtype, backward: bool, turns: int, most: float) -> dict[str, str]:
+    """The cliffs among the calls. Turns go on, up to three times as many, while those come and go."""
+    found: dict[str, str] = {}
+    smallest = Call("", heads=1, query_length=1, key_length=1, head_dim=1)
+    timed = least_times([call.make(dtype, backward) for call in [*calls, smallest]], 3 * turns)
+    for turn, seconds in enumerate(timed):
+        before, found = found, cliffs_of(calls, seconds, most)
+        if turn + 1 >= turns and found.keys() == before.keys():
+            break
+    return found
+
+
+def with_progress(cases: list[tuple[str, str, str]]) -> Iterable[tuple[str, str, str]]:
+    try:
+        from tqdm import tqdm
+    except ImportError:  # the extra `bench` brings it
+        return cases
+    return tqdm(cases, unit="walk", disable=None)
+
+
+def main() -> int:
+    everywhere = walks()
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--walks", nargs="+", choices=everywhere, default=list(everywhere), metavar="NAME")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
+    parser.add_argument("--mode", nargs="+", choices=["fwd", "bwd"], default=["fwd", "bwd"])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--turns", type=int, default=5, help="of which the least time counts, at least")
+    parser.add_argument("--most", type=float, default=1.3)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    cliffs = 0
+    cases = [
+        (name, dtype, mode) for name in options.walks for dtype in options.dtype for mode in options.mode
+    ]
+    for name, dtype, mode in with_progress(cases):
+        found = walk(everywhere[name], DTYPES[dtype], mode == "bwd", options.turns, options.most)
+        cliffs += len(found)
+        for line in found.values():
+            print(f"{name} {mode} {dtype}: {line}", flush=True)
+    print(f"{cliffs} cliffs of more than {options.most} x in {len(cases)} walks")
+    return cliffs > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""How a call would spread over more cores than this machine has.
+
+    python benchmarks/many_cores.py
+    python benchmarks/many_cores.py --cells llama-2048 --dtype bfloat16 --mode fwd --threads 64
+
+A call is cut into tasks for so many threads. Here they run one after the other on one thread, and each is
+timed; the least of some turns counts. Then they are dealt out as threads would take them: in their order,
+each to the thread that is free first, all of a round before the next. A round costs what it takes here to
+start two threads and to wait for both, once for every doubling of the threads; what the call does beside
+its tasks stays on one thread. The efficiency is the time on one thread over threads x finish: 1 is perfect.
+
+What it leaves out: caches and memory that cores share, and clocks that fall when many cores work. Decoding
+is bound by memory: for it the table shows how evenly the bytes are dealt out.
+"""
+
+import argparse
+import heapq
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+import attn_ext
+from attn_ext import _C
+from attn_ext.benchmark.cells import DTYPES, GRID, Cell, Problem, Shape, make_problem
+
+#: Cells and their efficiency at 64 threads, at the least.
+WANTED = {
+    "gpt2-1024": 0.9,
+    "llama-2048": 0.9,
+    "sd-self-4096": 0.9,
+    "whisper-1500": 0.9,
+    "bias-1024": 0.8,
+    "decode-32768": 0.9,
+}
+OWN = [
+    Cell("bias-1024", Shape(1, 12, 12, 1024, 1024, 64, 64), "bias"),
+    Cell("decode-32768", Shape(1, 32, 8, 1, 32768, 128, 128)),
+]
+Rounds = list[list[float]]
+
+
+def call_of(problem: Problem) -> Callable[[], object]:
+    """One call: forward, or backward alone over a forward that is made once."""
+    cell = problem.cell
+
+    def forward() -> torch.Tensor:
+        return attn_ext.sdpa(
+            problem.query,
+            problem.key,
+            problem.value,
+            problem.attn_mask,
+            is_causal=cell.is_causal,
+            query_offset=cell.query_offset,
+            enable_gqa=problem.grouped,
+        )
+
+    if problem.mode == "fwd":
+        return forward
+    output, inputs = forward(), problem.differentiable()
+    return lambda: torch.autograd.grad(output, inputs, problem.grad_output, retain_graph=True)
+
+
+def timed(call: Callable[[], object], threads: int, turns: int) -> tuple[Rounds, float]:
+    """The least time of each task, when the call is cut for so many threads, and of what lies beside them."""
+    torch.set_num_threads(threads)
+    call()
+    tasks, beside = [], []
+    for _ in range(turns):
+        start = time.perf_counter()
+        rounds = _C.task_times(call)
+        whole = time.perf_counter() - start
+        tasks.append(rounds)
+        beside.append(whole - sum(map(sum, rounds)))
+    torch.set_num_threads(1)
+    least = [[min(times) for times in zip(*same, strict=True)] for same in zip(*tasks, strict=True)]
+    return [round for round in least if round], min(beside)
+
+
+def finish(round: Sequence[float], threads: int) -> float:
+    """When the last task ends, if each is taken by the thread that is free first."""
+    free = [0.0] * threads
+    for task in round:
+        heapq.heapreplace(free, free[0] + task)
+    return max(free)
+
+
+def round_cost() -> float:
+    """Seconds that it takes to give two threads a task each that does nothing, and to wait for both."""
+    tensor = torch.zeros(2**16)
+    torch.set_num_threads(2)
+    pair = [_median(lambda: tensor.add_(0.0)) for _ in range(5)]
+    torch.set_num_threads(1)
+    alone = [_median(lambda: tensor.add_(0.0)) for _ in range(5)]
+    return max(min(pair) - min(alone) / 2, 0.0)
+
+
+def _median(call: Callable[[], object]) -> float:
+    samples = []
+    for _ in range(300):
+        start = time.perf_counter()
+        call()
+        samples.append(time.perf_counter() - start)
+    return statistics.median(samples)
+
+
+def with_progress(cases: list[tuple[Cell, str, str]]) -> Iterable[tuple[Cell, str, str]]:
+    try:
+        from tqdm import tqdm
+    except ImportError:  # the extra `bench` brings it
+        return cases
+    return tqdm(cases, unit="cell", disable=None)
+
+
+def main() -> None:
+    cells = {cell.name: cell for cell in [*GRID, *OWN]}
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--cells", nargs="+", choices=cells, default=list(WANTED), metavar="NAME")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
+    parser.add_argument("--mode", nargs="+", choices=["fwd", "bwd"], default=["fwd", "bwd"])
+    parser.add_argument("--threads", nargs="+", type=int, default=[8, 16, 64, 128, 192])
+    parser.add_argument("--turns", type=int, default=5, help="of which the least time of a task counts")
+    options = parser.parse_args()
+
+    cost = round_cost()
+    print(f"a round on two threads: {cost * 1e6:.1f} us\n")
+    columns = " | ".join(f"{threads} threads" for threads in options.threads)
+    print(f"| cell | one thread | {columns} | tasks at {options.threads[-1]} |")
+    print("|---" * (len(options.threads) + 3) + "|")
+    cases = [
+        (cells[name], dtype, mode)
+        for name in options.cells
+        for mode in options.mode
+        for dtype in options.dtype
+    ]
+    for cell, dtype, mode in with_progress(cases):
+        if mode == "bwd" and cell.name.startswith("decode"):
+            continue
+        call = call_of(make_problem(cell, mode, DTYPES[dtype]))
+        rounds, beside = timed(call, 1, options.turns)
+        one = sum(map(sum, rounds)) + beside
+        row = []
+        for threads in options.threads:
+            rounds, _ = timed(call, threads, options.turns)
+            steps = max(threads - 1, 0).bit_length()
+            whole = beside + sum(finish(round, threads) + steps * cost for round in rounds)
+            row.append(f"{one / (threads * whole):.2f}")
+        tasks = " + ".join(str(len(round)) for round in rounds)
+        print(
+            f"| {cell.name} {mode} {dtype} | {one * 1e3:.2f} ms | {' | '.join(row)} | {tasks} |", flush=True
+        )
+
+
+if __name__ == "__main__":
+    main()

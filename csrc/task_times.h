@@ -1,0 +1,16 @@
+// What each task of a call on the CPU takes: for benchmarks/many_cores.py.
+#pragma once
+
+#include <attn_ext/attn_ext.h>
+
+#include <functional>
+#include <vector>
+
+namespace attn_ext {
+
+/// Of every round of tasks that `call` hands out, in their order, the seconds of each task. They run one
+/// after the other on the thread that hands them out, though they are cut for as many threads as torch is set
+/// to. While it lasts no other thread may use attn_ext.
+ATTN_EXT_API std::vector<std::vector<double>> task_times(const std::function<void()>& call);
+
+}  // namespace attn_ext
