@@ -10,4 +10,5 @@ if [[ "${CI:-}" == true ]]; then
 fi
 install_attn_ext "$extras"
 cd "$root"
+export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}" # processes as many as cores, each with as many threads
 exec "$venv/bin/python" -m pytest --numprocesses auto --dist loadfile "$@"
