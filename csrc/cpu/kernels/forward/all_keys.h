@@ -143,7 +143,7 @@ void AllKeys<S>::run_blocks(const QueryScratch<S>& scratch, const PackedHead<S>&
   }
   for (int64_t i = segment * blocks / segments; i < (segment + 1) * blocks / segments; ++i) {
     const int64_t first = i * plan_.block_rows;
-    block.set_rows(head, first, smaller(plan_.block_rows, shape_.query_len - first));
+    block.set_rows(head, first, smaller(plan_.block_rows, shape_.query_len - first), keys);
     block.attend(keys, emits && whole_rows);
     block.finish();
     if (emits && !whole_rows) block.emit_all(keys);

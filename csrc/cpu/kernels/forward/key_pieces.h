@@ -56,7 +56,17 @@ class KeyPieces {
     }
   }
   Range piece_keys(int64_t piece) const {
-    return {piece * plan_.pieces.keys, smaller((piece + 1) * plan_.pieces.keys, shape_.key_len)};
+    const int64_t begin = (plan_.pieces.first + piece) * plan_.pieces.keys;
+    return {begin, smaller(begin + plan_.pieces.keys, shape_.key_len)};
+  }
+  // What the windows of all rows span, or all keys where those that nobody sees have results as well.
+  static Range keys_to_visit(const ForwardParams& params) {
+    const AttentionShape& shape = params.shape;
+    const Range all{0, shape.key_len};
+    if (has_weights(params) || shape.query_len == 0) return all;
+    const Range seen{window_keys(params.rule, shape.key_len, 0).begin,
+                     window_keys(params.rule, shape.key_len, shape.query_len - 1).end};
+    return is_empty(seen) ? Range{0, 0} : seen;
   }
   PackedHead<S> pack_piece(int64_t batch, int64_t key_head, Range keys) const;
   void add_key_mass(int64_t batch, int64_t key_head, int64_t piece) const;
@@ -116,7 +126,9 @@ void KeyPieces<S>::plan(const ForwardParams& params, int threads, ForwardPlan& p
   const int64_t key_units = shape.batch * shape.key_heads, query_units = shape.batch * shape.query_heads;
   const bool few_rows = plan.path == ForwardPath::kFewRows;
   plan.pieces.keys = plan.block_keys = few_rows ? kFewRowsPieceKeys : kSplitPieceKeys;
-  plan.pieces.count = larger(1, ceil_div(shape.key_len, plan.pieces.keys));
+  const Range keys = keys_to_visit(params);
+  plan.pieces.first = keys.begin / plan.pieces.keys;
+  plan.pieces.count = larger(1, ceil_div(keys.end, plan.pieces.keys) - plan.pieces.first);
   plan.block_rows = block_height(shape.query_len * group_size(shape), 1);
   plan.value_in_place = values_lie_packed<S>(params);
   plan.rounds = 3;
@@ -162,7 +174,7 @@ void KeyPieces<S>::run_piece(int64_t batch, int64_t key_head, int64_t piece) {
   if (keeps_weights(params_)) block.set_kept_weights(kept_rows(0, 0), kept_row_size(params_));
   for (int64_t first = 0; first < rows; first += plan_.block_rows) {
     const int64_t count = smaller(plan_.block_rows, rows - first);
-    block.set_rows(key_head * group, first, count);
+    block.set_rows(key_head * group, first, count, keys);
     block.attend(keys);
     plan_.pieces.merged ? keep_rows(batch, count, piece) : block.finish();
   }
@@ -181,7 +193,7 @@ void KeyPieces<S>::add_key_mass(int64_t batch, int64_t key_head, int64_t piece) 
   }
   for (int64_t first = 0; first < rows; first += plan_.block_rows) {
     const int64_t count = smaller(plan_.block_rows, rows - first);
-    block.set_rows(key_head * group, first, count);
+    block.set_rows(key_head * group, first, count, keys);
     for (int64_t r = 0; r < count; ++r) {
       const T* kept = kept_rows(batch, query_.row_head[r]) + query_.row_index[r] * kept_row_size(params_);
       query_.row_max[r] = kept[0];
@@ -247,7 +259,7 @@ void KeyPieces<S>::merge(int64_t batch, int64_t head) {
   }
   for (int64_t first = 0; first < shape_.query_len; first += plan_.block_rows) {
     const int64_t rows = smaller(plan_.block_rows, shape_.query_len - first);
-    block.set_rows(head, first, rows);
+    block.set_rows(head, first, rows, {0, shape_.key_len});
     for (int64_t r = 0; r < rows; ++r) {
       merge_row(partials(batch, head, 0) + (first + r) * partial_row_size(shape_), r);
     }

@@ -142,8 +142,8 @@ class QueryBlock {
   }
 
   // Rows [first, first + rows) of the query rows of heads first_head, first_head + 1, ..., one after the
-  // other.
-  void set_rows(int64_t first_head, int64_t first, int64_t rows);
+  // other. They will attend to no other than these keys.
+  void set_rows(int64_t first_head, int64_t first, int64_t rows, Range keys);
 
   // Attends to `keys`, leaving row max, row sum and the undivided output in the scratch. `emit`: writes
   // weights and key mass, as it can where one block holds all keys; else emit_all() has to. NaN and Inf among
@@ -178,7 +178,7 @@ class QueryBlock {
   bool lie_packed(const Matrix<Element>& query) const {
     return plan_.path != ForwardPath::kFewRows && is_dense(query) && are_operands<Product>(query);
   }
-  void limit_rows();
+  void limit_rows(Range keys);
   bool is_seen(int64_t r, int64_t key) const {
     return sees_key<Element>(params_.rule, params_.shape.key_len, batch_, s_.row_head[r], s_.row_index[r],
                              block_key_ + key);

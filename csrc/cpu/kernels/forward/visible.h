@@ -6,7 +6,7 @@
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
 template <typename S>
-void QueryBlock<S>::set_rows(int64_t first_head, int64_t first, int64_t rows) {
+void QueryBlock<S>::set_rows(int64_t first_head, int64_t first, int64_t rows, Range keys) {
   const AttentionShape& shape = params_.shape;
   rows_ = rows;
   key_head_ = first_head / larger(1, group_size(shape));
@@ -30,28 +30,28 @@ void QueryBlock<S>::set_rows(int64_t first_head, int64_t first, int64_t rows) {
       s_.row_index[r] = index + i;
     }
   }
-  limit_rows();
+  limit_rows(keys);
 }
 
 // Folds into the rows' key ranges whatever of the mask is a range: rows masked as a whole and padding.
 template <typename S>
-void QueryBlock<S>::limit_rows() {
+void QueryBlock<S>::limit_rows(Range keys) {
   const ScoreRule& rule = params_.rule;
   const int64_t key_len = params_.shape.key_len;
   const bool is_bool = rule.mask_kind == ScalarKind::kBool;
   const bool by_row = is_bool && rule.mask.column_stride == 0;
   const bool by_key = is_bool && !by_row && rule.mask.row_stride == 0;
   mask_by_key_ = rule.mask_kind != ScalarKind::kNone && !by_row && !by_key;
-  Range padding{0, key_len};
+  Range padding = keys;
   for (int64_t r = 0; r < rows_; ++r) {
-    s_.row_keys[r] = window_keys(rule, key_len, s_.row_index[r]);
+    s_.row_keys[r] = intersect(window_keys(rule, key_len, s_.row_index[r]), keys);
     if (key_len == 0 || !is_bool) continue;
     const uint8_t* mask = row_pointer<const uint8_t>(rule.mask, batch_, s_.row_head[r], s_.row_index[r]);
     if (by_row && *mask == 0) s_.row_keys[r] = {0, 0};
     if (!by_key) continue;
     if (r == 0 || s_.row_head[r] != s_.row_head[r - 1]) {
       bool gapless = true;
-      padding = mask_row_range(mask, rule.mask.column_stride, key_len, gapless);
+      padding = mask_row_range(mask, rule.mask.column_stride, keys, gapless);
       mask_by_key_ |= !gapless;
     }
     s_.row_keys[r] = intersect(s_.row_keys[r], padding);

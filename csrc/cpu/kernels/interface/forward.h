@@ -24,6 +24,7 @@ struct AllKeysPlan {
 struct KeyPiecesPlan {
   int64_t count;
   int64_t keys;         // of a piece
+  int64_t first;        // of the pieces that are visited: those before are outside of every row's window
   int64_t per_task;     // pieces that a task takes
   bool heads_together;  // a piece of all heads, then the next; else all pieces of a head
   bool merged;          // by a round of its own; else a piece is all there is

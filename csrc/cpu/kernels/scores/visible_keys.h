@@ -131,15 +131,34 @@ ATTN_EXT_INLINE bool sees_any(const ScoreRule& rule, int64_t key_len, int64_t ba
   return any_let_through<Element>(rule, batch, head, row, window_keys(rule, key_len, row));
 }
 
-// The range from the first key that a bool mask row lets through to the last; `gapless` tells whether it lets
-// all of that range through, as padding masks do: then the range says all and the mask need not be looked at
-// again.
-inline Range mask_row_range(const uint8_t* mask, int64_t stride, int64_t key_len, bool& gapless) {
-  Range range{0, key_len};
-  while (range.begin < range.end && mask[range.begin * stride] == 0) ++range.begin;
+// How many of the first `count` bytes are 0.
+inline int64_t leading_zeros(const uint8_t* mask, int64_t stride, int64_t count) {
+  int64_t j = 0;
+  for (uint64_t eight; stride == 1 && j + 8 <= count; j += 8) {
+    memcpy(&eight, mask + j, sizeof(eight));
+    if (eight != 0) break;
+  }
+  while (j < count && mask[j * stride] == 0) ++j;
+  return j;
+}
+
+// Whether none of them is.
+inline bool has_no_zero(const uint8_t* mask, int64_t stride, int64_t count) {
+  if (stride == 1) return count <= 0 || memchr(mask, 0, static_cast<size_t>(count)) == nullptr;
+  int64_t j = 0;
+  while (j < count && mask[j * stride] != 0) ++j;
+  return j == count;
+}
+
+// Of `keys` the range from the first that a bool mask row lets through to the last; `gapless` tells whether
+// it lets all of that range through, as padding masks do: then the range says all and the mask need not be
+// looked at again.
+inline Range mask_row_range(const uint8_t* mask, int64_t stride, Range keys, bool& gapless) {
+  if (is_empty(keys)) return {0, 0};
+  Range range{keys.begin + leading_zeros(mask + keys.begin * stride, stride, keys.end - keys.begin),
+              keys.end};
   while (range.begin < range.end && mask[(range.end - 1) * stride] == 0) --range.end;
-  gapless = true;
-  for (int64_t j = range.begin; j < range.end && gapless; ++j) gapless = mask[j * stride] != 0;
+  gapless &= has_no_zero(mask + range.begin * stride, stride, range.end - range.begin);
   return range;
 }
 
