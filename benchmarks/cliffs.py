@@ -225,7 +225,7 @@ def cliffs_of(calls: list[Call], seconds: list[float], most: float) -> dict[str,
     """
     found = {}
     overhead = seconds.pop()
-    each = [(call, max(least - overhead, overhead / 10)) for call, least in zip(calls, seconds)]
+    each = [(call, max(least - overhead, overhead / 10)) for call, least in zip(calls, seconds, strict=True)]
     for pair in itertools.pairwise(each):
         (one, fast), (other, slow) = sorted(pair, key=lambda timed: timed[1] / timed[0].work())
         steep = slow / other.work() / (fast / one.work())

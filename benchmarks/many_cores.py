@@ -6,8 +6,9 @@
 A call is cut into tasks for so many threads. Here they run one after the other on one thread, and each is
 timed; the least of some turns counts. Then they are dealt out as threads would take them: in their order,
 each to the thread that is free first, all of a round before the next. A round costs what it takes here to
-start two threads and to wait for both, once for every doubling of the threads; what the call does beside
-its tasks stays on one thread. The efficiency is the time on one thread over threads x finish: 1 is perfect.
+start two threads and to wait for both, once for every doubling of the threads. The efficiency is the time
+of the tasks on one thread over threads x finish: 1 is perfect. What the call takes beside its tasks, memory
+from the system and back above all, has a column of its own.
 
 What it leaves out: caches and memory that cores share, and clocks that fall when many cores work. Decoding
 is bound by memory: for it the table shows how evenly the bytes are dealt out.
@@ -15,6 +16,7 @@ is bound by memory: for it the table shows how evenly the bytes are dealt out.
 
 import argparse
 import heapq
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -126,8 +128,8 @@ def main() -> None:
     cost = round_cost()
     print(f"a round on two threads: {cost * 1e6:.1f} us\n")
     columns = " | ".join(f"{threads} threads" for threads in options.threads)
-    print(f"| cell | one thread | {columns} | tasks at {options.threads[-1]} |")
-    print("|---" * (len(options.threads) + 3) + "|")
+    print(f"| cell | one thread | beside | {columns} | wanted at 64 | tasks at {options.threads[-1]} |")
+    print("|---" * (len(options.threads) + 5) + "|")
     cases = [
         (cells[name], dtype, mode)
         for name in options.cells
@@ -139,17 +141,20 @@ def main() -> None:
             continue
         call = call_of(make_problem(cell, mode, DTYPES[dtype]))
         rounds, beside = timed(call, 1, options.turns)
-        one = sum(map(sum, rounds)) + beside
+        one = sum(map(sum, rounds))
         row = []
         for threads in options.threads:
             rounds, _ = timed(call, threads, options.turns)
             steps = max(threads - 1, 0).bit_length()
-            whole = beside + sum(finish(round, threads) + steps * cost for round in rounds)
+            whole = sum(finish(round, threads) + steps * cost for round in rounds)
             row.append(f"{one / (threads * whole):.2f}")
-        tasks = " + ".join(str(len(round)) for round in rounds)
-        print(
-            f"| {cell.name} {mode} {dtype} | {one * 1e3:.2f} ms | {' | '.join(row)} | {tasks} |", flush=True
+        counts = [len(round) for round in rounds]
+        tasks = " + ".join(
+            str(count) if same == 1 else f"{same} x {count}"
+            for count, same in ((count, len(list(group))) for count, group in itertools.groupby(counts))
         )
+        name = f"{cell.name} {mode} {dtype} | {one * 1e3:.2f} ms | {beside * 1e3:.2f} ms"
+        print(f"| {name} | {' | '.join(row)} | {WANTED.get(cell.name, '')} | {tasks} |", flush=True)
 
 
 if __name__ == "__main__":

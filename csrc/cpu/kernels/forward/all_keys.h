@@ -9,7 +9,8 @@
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
-constexpr int64_t kPackKeys = 256;        // keys packed by a task of the packing round
+constexpr int64_t kMostPackKeys = 256;    // packed by a task of the packing round,
+constexpr int64_t kPackKeys = 64;         // in units of this, whole panels of any type
 constexpr int64_t kMaxMassSegments = 16;  // partial key masses of a head
 
 template <typename S>
@@ -32,11 +33,11 @@ class AllKeys {
 
   void pack(int64_t task, void* scratch) const {
     Arena arena{static_cast<char*>(scratch), 0};
-    const int64_t parts = ceil_div(shape_.key_len, kPackKeys);
-    const int64_t begin = task % parts * kPackKeys;
+    const int64_t keys = plan_.all_keys.pack_keys, parts = ceil_div(shape_.key_len, keys);
+    const int64_t begin = task % parts * keys;
     const int64_t batch = task / parts / shape_.key_heads, key_head = task / parts % shape_.key_heads;
     pack_head(params_, plan_, shared_head(batch, key_head), batch, key_head,
-              {begin, smaller(begin + kPackKeys, shape_.key_len)},
+              {begin, smaller(begin + keys, shape_.key_len)},
               take_query_scratch<S>(arena, params_, plan_).stored_rows);
   }
   void attend(int64_t task, void* scratch) const;
@@ -95,7 +96,10 @@ void AllKeys<S>::plan(const ForwardParams& params, int threads, ForwardPlan& pla
   plan.all_keys.pack_once =
       threads > 1 && key_units < 8 * threads && (key_units < 2 * threads || key_units % threads != 0);
   if (plan.all_keys.pack_once) {
-    plan.round_tasks[0] = key_units * ceil_div(shape.key_len, kPackKeys);
+    const int64_t even = round_up(key_units * shape.key_len / (2 * threads), kPackKeys);
+    plan.all_keys.pack_keys = larger(kPackKeys, smaller(even, kMostPackKeys));
+    plan.all_keys.heads_in_turn = threads > query_units;
+    plan.round_tasks[0] = key_units * ceil_div(shape.key_len, plan.all_keys.pack_keys);
     plan.round_tasks[1] = query_units * plan.all_keys.segments;
     plan.packed_bytes = key_units * packed.used;
   } else {
@@ -114,10 +118,13 @@ void AllKeys<S>::attend(int64_t task, void* scratch) const {
   const QueryScratch<S> query = take_query_scratch<S>(arena, params_, plan_);
   if (plan_.all_keys.pack_once) {
     // The last rows of a causal head see most: they come first, so that no thread is left with them at the
-    // end.
-    const int64_t segment = segments - 1 - task % segments;
-    const int64_t head = task / segments % shape_.query_heads;
-    const int64_t batch = task / segments / shape_.query_heads;
+    // end. Head by head, what is packed stays in the cache of who works on it; with more threads than heads
+    // it is in the caches of several anyway.
+    const int64_t units = shape_.batch * shape_.query_heads;
+    const bool in_turn = plan_.all_keys.heads_in_turn;
+    const int64_t unit = in_turn ? task % units : task / segments;
+    const int64_t segment = segments - 1 - (in_turn ? task / units : task % segments);
+    const int64_t batch = unit / shape_.query_heads, head = unit % shape_.query_heads;
     return run_blocks(query, shared_head(batch, head / group), batch, head, segment);
   }
   const int64_t batch = task / shape_.key_heads, key_head = task % shape_.key_heads;

@@ -16,8 +16,10 @@ constexpr int kForwardPaths = 4;
 
 // Of the paths whose tasks are blocks of query rows against all keys (kWholeRows, kOnline).
 struct AllKeysPlan {
-  bool pack_once;    // keys and values packed by a round of its own, or by each task for itself
-  int64_t segments;  // runs of query blocks that a task takes
+  bool pack_once;      // keys and values packed by a round of its own, or by each task for itself
+  int64_t pack_keys;   // by a task of that round
+  int64_t segments;    // runs of query blocks that a task takes
+  bool heads_in_turn;  // the last blocks of all heads come first; else all blocks of a head
 };
 
 // Of the paths whose tasks are pieces of the keys against all query rows of a group (kSplit, kFewRows).
