@@ -394,3 +394,57 @@ def test_two_builds_are_timed_against_each_other():
     assert "| tiny | fwd | float32 |" in printed
     assert "1 cells; slower by more than 10000%: none" in printed
     assert subprocess.run([*command, "--most", "-1"], capture_output=True, check=False).returncode == 1
+
+
+def test_many_cores_deals_tasks_out():
+    command = [
+        sys.executable,
+        ROOT / "benchmarks/many_cores.py",
+        "--cells",
+        "tiny",
+        "bert-128",
+        "--turns",
+        "1",
+    ]
+    command += ["--dtype", "float32", "--threads", "2", "64"]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    rows = re.findall(
+        r"^\| ([\w-]+ (?:fwd|bwd)) float32 \| [\d.]+ ms \| [\d.]+ ms \|(?: [\d.]+ \|){2}", printed, re.M
+    )
+    assert rows == ["tiny fwd", "tiny bwd", "bert-128 fwd", "bert-128 bwd"]
+    finish = load("benchmarks/many_cores.py").finish
+    assert finish([3.0, 1.0, 1.0, 1.0], 2) == 3.0
+    assert finish([1.0, 1.0, 1.0, 3.0], 2) == 4.0  # the largest last
+    assert finish([1.0, 2.0], 64) == 2.0
+
+
+class TestCliffs:
+    @pytest.fixture(scope="class")
+    def cliffs(self):
+        return load("benchmarks/cliffs.py")
+
+    def test_counts_what_is_seen(self, cliffs):
+        causal = {"is_causal": True, "query_offset": 1}
+        seen = cliffs.Call("", batch=2, heads=3, query_length=4, key_length=5, options=causal).pairs()
+        assert seen == 6 * (2 + 3 + 4 + 5)
+        window = {"window_left": 1, "window_right": 1}
+        assert cliffs.Call("", heads=1, query_length=3, key_length=3, options=window).pairs() == 2 + 3 + 2
+
+    def test_finds_a_step_that_work_does_not_explain(self, cliffs):
+        calls = [cliffs.Call(f"Lk {n}", key_length=n) for n in (100, 200, 201)]
+        overhead = 1e-6
+        assert not cliffs.cliffs_of(calls, [1e-3, 2e-3, 2e-3, overhead], 1.3)
+        assert list(cliffs.cliffs_of(calls, [1e-3, 2e-3, 3e-3, overhead], 1.3)) == ["Lk 201"]
+        assert list(cliffs.cliffs_of(calls, [1e-3, 3e-3, 2e-3, overhead], 1.3)) == ["Lk 200"]
+        assert not cliffs.cliffs_of(calls[1:], [1e-3, 1e-3, overhead], 1.3)
+
+    def test_walks(self):
+        command = [sys.executable, ROOT / "benchmarks/cliffs.py", "--walks", "causal", "--turns", "1"]
+        command += ["--mode", "fwd", "--dtype", "float32"]
+        printed = subprocess.run(
+            [*command, "--most", "1000"], check=True, capture_output=True, text=True
+        ).stdout
+        assert printed == "0 cliffs of more than 1000.0 x in 1 walks\n"
+        done = subprocess.run([*command, "--most", "0"], check=False, capture_output=True, text=True)
+        assert done.returncode == 1
+        assert "causal fwd float32: L " in done.stdout
