@@ -174,9 +174,11 @@ class _Problem(NamedTuple):
         forward, backward = 2 * output * self.itemsize, (query + keys + output) * self.itemsize
         if group.world_size > 1:
             sent = group.num_rows(place) * self.key_row
-            # What is received lies there twice while it is put in order; gloo holds it once more.
-            forward = max((3 * keys + sent) * self.itemsize, keys * self.itemsize + forward)
-            backward += keys * self.itemsize + 3 * keys * self.wide
+            moved = (from_others + to_others) * self.key_row
+            if group.world_size > 2 and all(rows == wanted[0] for rows in wanted):
+                moved = 2 * keys + sent  # what is received lies there twice; gloo holds it once more
+            forward = max((keys + moved) * self.itemsize, keys * self.itemsize + forward)
+            backward += keys * self.itemsize + ((from_others + to_others) * self.key_row + sent) * self.wide
         received = (from_others * self.key_row * self.itemsize, to_others * self.key_row * self.wide)
         return Cost(*received, keys * self.itemsize, 0, forward, backward)
 

@@ -1,7 +1,7 @@
 """Rows to where they are wanted, gradients back: a linear map and its adjoint, each backward of the other."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate, islice, pairwise
 from typing import Any, NamedTuple
@@ -111,10 +111,13 @@ def gather(route: Route, tensors: Sequence[Tensor]) -> list[Tensor]:
         ]
 
     dtype = tensors[0].dtype
-    if not any(route.heads) and all(wanted == route.wanted[0] for wanted in route.wanted):
+    # With two ranks a message to the other is all there is to be sent.
+    to_many = len(route.ranks) > 2
+    if to_many and not any(route.heads) and all(wanted == route.wanted[0] for wanted in route.wanted):
         targets = [taken_from(other) for other in route.ranks]
         message = _message(sent_to(rank), dtype, tensors[0])
-        _take(route.transport.all_gather(message, _sizes(targets)), targets, _copy)
+        received = route.transport.all_gather(message, _sizes(targets))
+        _take(map(_pieces, received, targets), targets, _copy)
     else:
         _swap(route, sent_to, taken_from, True, tensors[0], dtype)
     return wholes
@@ -156,16 +159,28 @@ def _swap(
 ) -> None:
     """Each rank's parts to it, and those of each rank taken, in the order of the ranks."""
     receivers, senders = route.partners() if gathers else route.partners()[::-1]
-    parts = [sent_to(other) for other in receivers]
+    rank = route.transport.rank  # whose own parts are no message
+    parts = [sent_to(other) if other != rank else [] for other in receivers]
     targets = [taken_from(other) for other in senders]
+    sizes = [size if other != rank else 0 for other, size in zip(senders, _sizes(targets), strict=True)]
     if route.to_all:
         message = _message([part for of_one in parts for part in of_one], dtype, like)
-        received = route.transport.all_to_all(message, _sizes(parts), _sizes(targets))
+        received = route.transport.all_to_all(message, _sizes(parts), sizes)
     else:
         sent = {other: _message(of_one, dtype, like) for other, of_one in zip(receivers, parts, strict=True)}
-        sizes = dict(zip(senders, _sizes(targets), strict=True))
-        received = [*route.transport.exchange(sent, sizes, like.new_empty(0, dtype=dtype))().values()]
-    _take(received, targets, _copy if gathers else _add)
+        wanted = dict(zip(senders, sizes, strict=True))
+        received = [*route.transport.exchange(sent, wanted, like.new_empty(0, dtype=dtype))().values()]
+    pieces = (
+        _pieces(message, of_one) if other != rank else sent_to(rank)
+        for other, message, of_one in zip(senders, received, targets, strict=True)
+    )
+    _take(pieces, targets, _copy if gathers else _add)
+
+
+def _pieces(message: Tensor, targets: Sequence[Tensor]) -> list[Tensor]:
+    """What a message holds, one part after the other."""
+    parts = message.split_with_sizes([target.numel() for target in targets])
+    return [part.view(target.shape) for part, target in zip(parts, targets, strict=True)]
 
 
 def _sizes(targets: Sequence[Sequence[Tensor]]) -> list[int]:
@@ -179,11 +194,10 @@ def _message(parts: Sequence[Tensor], dtype: torch.dtype, like: Tensor) -> Tenso
     return message
 
 
-def _take(messages: Sequence[Tensor], targets: Sequence[Sequence[Tensor]], take: Take) -> None:
-    for message, parts in zip(messages, targets, strict=True):
-        pieces = message.split_with_sizes([part.numel() for part in parts])
-        for part, piece in zip(parts, pieces, strict=True):
-            take(part, piece.view(part.shape))
+def _take(pieces: Iterable[Sequence[Tensor]], targets: Sequence[Sequence[Tensor]], take: Take) -> None:
+    for of_one, parts in zip(pieces, targets, strict=True):
+        for part, piece in zip(parts, of_one, strict=True):
+            take(part, piece)
 
 
 def _copy(target: Tensor, piece: Tensor) -> None:
