@@ -440,11 +440,17 @@ class TestCliffs:
 
     def test_walks(self):
         command = [sys.executable, ROOT / "benchmarks/cliffs.py", "--walks", "causal", "--turns", "1"]
-        command += ["--mode", "fwd", "--dtype", "float32"]
-        printed = subprocess.run(
-            [*command, "--most", "1000"], check=True, capture_output=True, text=True
-        ).stdout
+        command += ["--mode", "fwd", "--dtype", "float32", "--most", "1000"]
+        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         assert printed == "0 cliffs of more than 1000.0 x in 1 walks\n"
-        done = subprocess.run([*command, "--most", "0"], check=False, capture_output=True, text=True)
-        assert done.returncode == 1
-        assert "causal fwd float32: L " in done.stdout
+
+    def test_says_what_it_found_and_fails(self, cliffs, monkeypatch, capsys):
+        found = iter([{"Lq 9": "Lq 9 is slow"}, {}])
+        monkeypatch.setattr(cliffs, "walk", lambda *of_walk: next(found))
+        command = ["cliffs.py", "--walks", "query_length", "--mode", "fwd", "bwd", "--dtype", "float32"]
+        monkeypatch.setattr(sys, "argv", command)
+        assert cliffs.main() == 1
+        assert capsys.readouterr().out.splitlines() == [
+            "query_length fwd float32: Lq 9 is slow",
+            "1 cliffs of more than 1.3 x in 2 walks",
+        ]
