@@ -215,7 +215,7 @@ def least_times(calls: list[Callable[[], object]], turns: int) -> Iterator[list[
             for _ in range(count):
                 call()
             least[i] = min(least[i], (time.perf_counter() - start) / count)
-        yield least.copy()
+        yield least
 
 
 def cliffs_of(calls: list[Call], seconds: list[float], most: float) -> dict[str, str]:
@@ -224,8 +224,8 @@ def cliffs_of(calls: list[Call], seconds: list[float], most: float) -> dict[str,
     The last call has next to no work: what it takes every call does, and small ones would be all cliffs.
     """
     found = {}
-    overhead = seconds.pop()
-    each = [(call, max(least - overhead, overhead / 10)) for call, least in zip(calls, seconds, strict=True)]
+    *own, overhead = seconds
+    each = [(call, max(least - overhead, overhead / 10)) for call, least in zip(calls, own, strict=True)]
     for pair in itertools.pairwise(each):
         (one, fast), (other, slow) = sorted(pair, key=lambda timed: timed[1] / timed[0].work())
         steep = slow / other.work() / (fast / one.work())
