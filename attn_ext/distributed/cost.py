@@ -14,7 +14,7 @@ heads, then W / U ranks that are U apart do all-gather or ring with U L rows and
 
 from typing import Any, NamedTuple
 
-from .exchange import shared_rows
+from .exchange import is_for_all, shared_rows
 from .layout import Runs, SequenceLayout, rows_of
 from .plan import Reach, distances, pairs_of, visible_keys, wanted_keys
 
@@ -175,10 +175,10 @@ class _Problem(NamedTuple):
         if group.world_size > 1:
             sent = group.num_rows(place) * self.key_row
             moved = (from_others + to_others) * self.key_row
-            if group.world_size > 2 and all(rows == wanted[0] for rows in wanted):
-                moved = 2 * keys + sent  # what is received lies there twice; gloo holds it once more
-            forward = max((keys + moved) * self.itemsize, keys * self.itemsize + forward)
-            backward += keys * self.itemsize + ((from_others + to_others) * self.key_row + sent) * self.wide
+            # A message for all is received whole, and held once more by gloo.
+            messages = 2 * keys + sent if is_for_all(wanted) else moved
+            forward = max((keys + messages) * self.itemsize, keys * self.itemsize + forward)
+            backward += keys * self.itemsize + (moved + sent) * self.wide
         received = (from_others * self.key_row * self.itemsize, to_others * self.key_row * self.wide)
         return Cost(*received, keys * self.itemsize, 0, forward, backward)
 
@@ -203,11 +203,11 @@ class _Problem(NamedTuple):
         summed = self.wide if is_shared else self.itemsize
         kept = inputs * self.itemsize
         forward = max(
-            kept + sent * self.itemsize + inputs * self.itemsize,
+            kept + (from_others + to_others) * self.itemsize,
             kept + found.memory_forward,
-            kept + output * self.itemsize + whole_output * (self.wide + 2 * self.itemsize),
+            kept + (output + sum(outputs)) * self.itemsize + whole_output * self.wide,
         )
-        returned = kept + inputs * summed + sent * summed + sent * self.wide
+        returned = kept + (from_others + to_others) * summed + sent * self.wide
         backward = whole_output * self.itemsize + max(kept + found.memory_backward, returned)
         return Cost(
             found.received_forward + (from_others + outputs[1]) * self.itemsize,

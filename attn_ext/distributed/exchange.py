@@ -111,9 +111,7 @@ def gather(route: Route, tensors: Sequence[Tensor]) -> list[Tensor]:
         ]
 
     dtype = tensors[0].dtype
-    # With two ranks a message to the other is all there is to be sent.
-    to_many = len(route.ranks) > 2
-    if to_many and not any(route.heads) and all(wanted == route.wanted[0] for wanted in route.wanted):
+    if not any(route.heads) and is_for_all(route.wanted):
         targets = [taken_from(other) for other in route.ranks]
         message = _message(sent_to(rank), dtype, tensors[0])
         received = route.transport.all_gather(message, _sizes(targets))
@@ -121,6 +119,11 @@ def gather(route: Route, tensors: Sequence[Tensor]) -> list[Tensor]:
     else:
         _swap(route, sent_to, taken_from, True, tensors[0], dtype)
     return wholes
+
+
+def is_for_all(wanted: Sequence[Runs]) -> bool:
+    """Whether one message goes to several ranks, as all want the same. Two ranks swap theirs."""
+    return len(wanted) > 2 and all(rows == wanted[0] for rows in wanted)
 
 
 def scatter(route: Route, wholes: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
