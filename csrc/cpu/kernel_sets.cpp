@@ -42,6 +42,9 @@ const KernelSet kSets[] = {
 #ifdef ATTN_EXT_HAS_avx512_bf16
     {"avx512_bf16", &avx512_bf16::kKernels, avx512_bf16::kFeatures},
 #endif
+#ifdef ATTN_EXT_HAS_amx
+    {"amx", &amx::kKernels, amx::kFeatures},
+#endif
 };
 
 }  // namespace

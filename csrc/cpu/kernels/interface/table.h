@@ -27,5 +27,8 @@ extern const KernelTable kKernels;
 namespace avx512_bf16 {
 extern const KernelTable kKernels;
 }
+namespace amx {
+extern const KernelTable kKernels;
+}
 
 }  // namespace attn_ext::cpu

@@ -1,6 +1,7 @@
 // How one dtype is computed with, and the sizes that follow from it.
 #pragma once
 
+#include "amx.h"
 #include "product.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
@@ -14,9 +15,27 @@ struct Scheme {
   static constexpr int64_t kLane = kLanes<Accum>;
   static constexpr int64_t kPanel = kTileVectors * kLane;  // columns of a whole panel
   static constexpr int64_t kDepth = Product::kDepth;
+  static constexpr int64_t kDepthStep = Product::kDepthStep;
+  static constexpr int64_t kTileRows = Product::kTileRows;
+  // Elements of a row that becomes a depth are made in whole multiples of this, zeros at the end.
+  static constexpr int64_t kSpan = larger(kLane, kDepth * kDepthStep);
   static constexpr bool kPaired =
       kDepth == 2;  // operands are pairs: P and dS are rounded and paired on the way
 };
+
+// The same with products in the vectors' registers: of the paths that have no blocks to multiply.
+template <typename S>
+struct InRegistersOf {
+  using Type = S;
+};
+#if defined(ATTN_EXT_AMX)
+template <typename Element>
+struct InRegistersOf<Scheme<Element, AmxProduct>> {
+  using Type = Scheme<Element, BFloat16Product>;
+};
+#endif
+template <typename S>
+using InRegisters = typename InRegistersOf<S>::Type;
 
 // A dim in whole vectors, and the width of the panels of nearly equal width that it is cut into.
 template <typename S>
