@@ -26,7 +26,9 @@ macro(attn_ext_add_kernels target)
   attn_ext_add_capability(${target} avx2          "x86_64|AMD64"   "${avx2}"                 ${ARGN})
   attn_ext_add_capability(${target} avx512        "x86_64|AMD64"   "${avx512}"               ${ARGN})
   attn_ext_add_capability(${target} avx512_bf16   "x86_64|AMD64"   "${avx512};-mavx512bf16"  ${ARGN})
-  attn_ext_add_capability(${target} amx           "x86_64|AMD64"   "${avx512};-mavx512bf16;-DATTN_EXT_AMX"  ${ARGN})
+  if(NOT ATTN_EXT_KERNEL_SETS OR "avx512" IN_LIST ATTN_EXT_KERNEL_SETS)  # some of its ways are those of avx512
+    attn_ext_add_capability(${target} amx         "x86_64|AMD64"   "${avx512};-mavx512bf16;-DATTN_EXT_AMX"  ${ARGN})
+  endif()
 endmacro()
 
 function(attn_ext_add_capability target name processors flags)

@@ -16,12 +16,12 @@ namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
 template <typename S>
 constexpr Way<BackwardParams, BackwardPlan> backward_way(BackwardPath path) {
-  using R = InRegisters<S>;
   switch (path) {
     case BackwardPath::kTiles:
       return {Tiles<S>::plan, Tiles<S>::tasks, Tiles<S>::run};
     case BackwardPath::kFewRows:
-      return {FewRows<R>::plan, FewRows<R>::tasks, FewRows<R>::run};
+      if constexpr (!S::Product::kInRegisters) return {};
+      else return {FewRows<S>::plan, FewRows<S>::tasks, FewRows<S>::run};
     case BackwardPath::kFewKeys:
       return {FewKeys<S>::plan, FewKeys<S>::tasks, FewKeys<S>::run};
   }

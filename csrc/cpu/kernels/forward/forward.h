@@ -14,15 +14,15 @@ namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
 template <typename S>
 constexpr Way<ForwardParams, ForwardPlan> forward_way(ForwardPath path) {
-  using Streamed = InRegisters<S>;
   switch (path) {
     case ForwardPath::kWholeRows:
     case ForwardPath::kOnline:
       return {AllKeys<S>::plan, AllKeys<S>::tasks, AllKeys<S>::run};
+    case ForwardPath::kFewRows:
+      if (!S::Product::kInRegisters) return {};
+      [[fallthrough]];
     case ForwardPath::kSplit:
       return {KeyPieces<S>::plan, KeyPieces<S>::tasks, KeyPieces<S>::run};
-    case ForwardPath::kFewRows:
-      return {KeyPieces<Streamed>::plan, KeyPieces<Streamed>::tasks, KeyPieces<Streamed>::run};
   }
   return {};
 }

@@ -147,7 +147,7 @@ void QueryBlock<S>::emit_all(Range keys) {
   for (int64_t key = keys.begin; key < keys.end; key += plan_.block_keys) {
     set_key_block(key, smaller(plan_.block_keys, keys.end - key));
     for (int64_t band = 0; band < rows_; band += kBandRows<S>) {
-      plan_.path == ForwardPath::kFewRows ? stream_scores(band) : scores(band);
+      make_scores(band);
       mask(band);
       T sums[kBandRows<S>];  // known already: kept from being added again
       memcpy(sums, s_.row_sum + band, sizeof(sums));

@@ -60,11 +60,10 @@ void QueryBlock<S>::attend_once(Range keys) {
 
 template <typename S>
 void QueryBlock<S>::attend_band(int64_t band) {
-  const bool streams = plan_.path == ForwardPath::kFewRows;
   const bool drops = params_.dropout.enabled;
   // Somebody wants the weights before they are rounded.
   const bool wide = emit_in_place_ || kept_weights_ != nullptr || values_have_factors();
-  streams ? stream_scores(band) : scores(band);
+  make_scores(band);
   multiply_factors(band, params_.key_storage, s_.key_factors);
   mask(band);
   softmax(band, S::kPaired && !drops && !wide);
@@ -76,7 +75,23 @@ void QueryBlock<S>::attend_band(int64_t band) {
   if (kept_weights_ != nullptr) keep_weights(band);
   multiply_factors(band, params_.value_storage, s_.value_factors);
   if (S::kPaired && wide) pair_weights(band);
-  streams ? stream_values(band) : values(band);
+  add_values(band);
+}
+
+template <typename S>
+void QueryBlock<S>::make_scores(int64_t band) {
+  if constexpr (Product::kInRegisters) {
+    if (plan_.path == ForwardPath::kFewRows) return stream_scores(band);
+  }
+  scores(band);
+}
+
+template <typename S>
+void QueryBlock<S>::add_values(int64_t band) {
+  if constexpr (Product::kInRegisters) {
+    if (plan_.path == ForwardPath::kFewRows) return stream_values(band);
+  }
+  values(band);
 }
 
 // S (rows, keys) = Q (rows, D) . K^T (D, keys), panel by panel, where the tiles' rows see anything.

@@ -14,7 +14,7 @@
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
 template <typename S>
-constexpr int64_t kBandRows = (S::kSpan < 32 ? 4 : 2) * S::kTileRows;
+constexpr int64_t kBandRows = (S::kSpan < 32 ? 4 : 3) * S::kTileRows;
 constexpr int64_t kMaxBlockKeys = 4096;
 constexpr int64_t kRunKeys = 64;  // keys are left out by the mask in units of this
 constexpr int64_t kMaxRuns = kMaxBlockKeys / kRunKeys / 2 + 1;
@@ -217,6 +217,8 @@ class QueryBlock {
   void attend_once(Range keys);
   void scores(int64_t band);
   void attend_band(int64_t band);
+  void make_scores(int64_t band);
+  void add_values(int64_t band);
   void softmax(int64_t band, bool paired);
   void row_maxima(int64_t band, T* top) const;
   void exponentials(int64_t band, bool paired);

@@ -23,20 +23,6 @@ struct Scheme {
       kDepth == 2;  // operands are pairs: P and dS are rounded and paired on the way
 };
 
-// The same with products in the vectors' registers: of the paths that have no blocks to multiply.
-template <typename S>
-struct InRegistersOf {
-  using Type = S;
-};
-#if defined(ATTN_EXT_AMX)
-template <typename Element>
-struct InRegistersOf<Scheme<Element, AmxProduct>> {
-  using Type = Scheme<Element, BFloat16Product>;
-};
-#endif
-template <typename S>
-using InRegisters = typename InRegistersOf<S>::Type;
-
 // A dim in whole vectors, and the width of the panels of nearly equal width that it is cut into.
 template <typename S>
 ATTN_EXT_INLINE int64_t padded_dim(int64_t dim) {
