@@ -27,9 +27,13 @@ NUMERICAL = (
 OTHERS = [name for name in attn_ext.available_cpu_capabilities() if name != attn_ext.cpu_capability()]
 
 
-def run(capability: str, *command: str) -> subprocess.CompletedProcess[str]:
+#: Differ from ``avx512`` in bfloat16 alone.
+OF_BFLOAT16 = ("avx512_bf16", "amx")
+
+
+def run(capability: str, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     # One thread, unless a test asks for more: others run on the other cores.
-    environment = os.environ | {"ATTN_EXT_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"ATTN_EXT_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "1"} | variables
     return subprocess.run(
         [sys.executable, *command], env=environment, capture_output=True, text=True, check=False
     )
@@ -61,9 +65,30 @@ def test_packed_sequences_and_pages_agree_with_the_reference_on(capability):
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", OTHERS)
 def test_numerical_tests_pass_on(capability):
-    files = [str(TESTS / name) for name in NUMERICAL]
-    done = run(capability, "-m", "pytest", "-q", "-x", "--device", "cpu", "-p", "no:cacheprovider", *files)
+    done = run_numerical(capability)
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(attn_ext.cpu_capability() != "amx", reason="the set amx has no matrix unit here anyway")
+def test_numerical_tests_pass_on_amx_without_a_matrix_unit():
+    done = run_numerical("amx", ATTN_EXT_MATRIX_UNIT="0")
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_amx_is_the_best_set_only_where_there_is_a_matrix_unit():
+    names = "import attn_ext; print(*attn_ext.available_cpu_capabilities())"
+    with_unit = run("baseline", "-c", names).stdout.split()
+    without = run("baseline", "-c", names, ATTN_EXT_MATRIX_UNIT="0").stdout.split()
+    assert sorted(without) == sorted(with_unit)
+    assert without[-1] != "amx"
+
+
+def run_numerical(capability: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    files = [str(TESTS / name) for name in NUMERICAL]
+    some = ["-k", "bfloat16"] if capability in OF_BFLOAT16 else []
+    options = ["-q", "-x", "--device", "cpu", "-p", "no:cacheprovider", *some]
+    return run(capability, "-m", "pytest", *options, *files, **variables)
 
 
 EXPLAIN = """

@@ -37,6 +37,7 @@ def check(folder: Path, capability: str, source: str, *flags: str) -> subprocess
         ("avx2", ["-mavx2"]),
         ("avx512", ["-mavx512f"]),
         ("avx512_bf16", ["-mavx512f", "-mprefer-vector-width=512"]),
+        ("amx", ["-mavx512f", "-mprefer-vector-width=512"]),
     ],
 )
 def test_a_set_s_own_code_passes(tmp_path, capability, flags):

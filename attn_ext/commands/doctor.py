@@ -18,6 +18,7 @@ NEEDED_FLAGS = {
     "avx2": {"avx2", "fma", "f16c", "popcnt"},
     "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"},
     "avx512_bf16": {"avx512_bf16"},
+    "amx": {"amx_tile", "amx_bf16"},
 }
 
 
@@ -143,6 +144,9 @@ def check_capability(facts: Facts) -> list[Finding]:
         advice = f"unset ATTN_EXT_CPU_CAPABILITY to use {best}, unless it is for a comparison"
         found = f"{facts.capability}, forced by ATTN_EXT_CPU_CAPABILITY={facts.forced}; {best} is there"
         return [Finding(about, MEND, found, advice)]
+    if machine == "amx" and best != "amx":
+        advice = "unset ATTN_EXT_MATRIX_UNIT, or use a kernel of Linux, 5.16 or later, that hands AMX to processes"
+        return [Finding(about, NOTE, f"{best}; the processor has AMX, which this process may not use", advice)]
     if facts.cpu_flags is not None and best == "baseline":
         advice = "a machine or virtual machine with AVX2 is several times faster"
         return [Finding(about, NOTE, "the processor has no AVX2", advice)]

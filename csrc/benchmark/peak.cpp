@@ -18,6 +18,8 @@
 #include <thread>
 #include <vector>
 
+#include "../cpu/kernels/interface/matrix_unit.h"
+
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -110,9 +112,31 @@ __attribute__((target("avx512f,avx512bf16"))) float bfloat16_loop(int64_t rounds
   return _mm512_cvtss_f32(sums[0]);
 }
 
+/// Six tile registers of sums, two of operands.
+float matrix_unit_loop(int64_t rounds) {
+  struct alignas(64) {
+    uint8_t palette = 1;
+    uint8_t zero[15] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  } const configuration;
+  asm volatile("ldtilecfg %0" ::"m"(configuration));
+  for (int64_t round = 0; round < rounds; ++round) {
+    asm volatile(
+        "tdpbf16ps %tmm7, %tmm6, %tmm0\n\ttdpbf16ps %tmm7, %tmm6, %tmm1\n\ttdpbf16ps %tmm7, %tmm6, %tmm2\n\t"
+        "tdpbf16ps %tmm7, %tmm6, %tmm3\n\ttdpbf16ps %tmm7, %tmm6, %tmm4\n\ttdpbf16ps %tmm7, %tmm6, %tmm5");
+  }
+  asm volatile("tilerelease");
+  return 0;
+}
+
 Loop choose_loop(std::string_view capability, bool bfloat16) {
   const bool any = capability == "aten";
-  const bool avx512_bf16 = (any && __builtin_cpu_supports("avx512bf16")) || capability == "avx512_bf16";
+  if (bfloat16 && (any || capability == "amx") && attn_ext::cpu::matrix_unit_is_there()) {
+    return {matrix_unit_loop, 6 * 16 * 16 * 32 * 2};
+  }
+  const bool avx512_bf16 =
+      (any && __builtin_cpu_supports("avx512bf16")) || capability == "avx512_bf16" || capability == "amx";
   if (avx512_bf16 && bfloat16) {
     return {bfloat16_loop, 24 * 32 * 2};
   }

@@ -1,5 +1,10 @@
 #include "kernel_sets.h"
 
+#include <string_view>
+#include <utility>
+
+#include "kernels/interface/matrix_unit.h"
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -29,8 +34,8 @@ Features supported_features() {
 #endif
 
 #ifdef ATTN_EXT_HAS_amx
-/// Of bfloat16 what multiplies blocks. A few rows are read as they come, which vectors of floats do fastest on processors
-/// with AMX; all else has no products on it.
+/// Of bfloat16 what multiplies blocks. A few rows are read as they come, which vectors of floats do fastest
+/// on processors with AMX; all else has no products on it.
 const KernelTable* amx_kernels() {
   static const KernelTable table = [] {
     KernelTable kernels = avx512::kKernels;
@@ -38,8 +43,10 @@ const KernelTable* amx_kernels() {
     kernels.backward[kBFloat16Kernels] = amx::kKernels.backward[kBFloat16Kernels];
     constexpr int kForwardFew = static_cast<int>(ForwardPath::kFewRows);
     constexpr int kBackwardFew = static_cast<int>(BackwardPath::kFewRows);
-    kernels.forward[kBFloat16Kernels].of[kForwardFew] = avx512::kKernels.forward[kBFloat16Kernels].of[kForwardFew];
-    kernels.backward[kBFloat16Kernels].of[kBackwardFew] = avx512::kKernels.backward[kBFloat16Kernels].of[kBackwardFew];
+    kernels.forward[kBFloat16Kernels].of[kForwardFew] =
+        avx512::kKernels.forward[kBFloat16Kernels].of[kForwardFew];
+    kernels.backward[kBFloat16Kernels].of[kBackwardFew] =
+        avx512::kKernels.backward[kBFloat16Kernels].of[kBackwardFew];
     return kernels;
   }();
   return &table;
@@ -74,6 +81,11 @@ std::vector<KernelSet> supported_kernel_sets() {
     if ((set.features & ~features) == 0) {
       supported.push_back(set);
     }
+  }
+  // Without a matrix unit its set does what the one before it does, with some detours.
+  const std::size_t count = supported.size();
+  if (count > 1 && std::string_view(supported[count - 1].name) == "amx" && !matrix_unit_is_there()) {
+    std::swap(supported[count - 2], supported[count - 1]);
   }
   return supported;
 }

@@ -759,7 +759,7 @@ int64_t run_all(const cpu::KernelSet& isa, Selection selection) {
   int64_t count = 0;
   for (const Case& c : cases()) {
     for (const ScalarKind dtype : kDtypes) {
-      if (!selection.takes(c.name)) continue;
+      if (!has_own_kernels(isa, dtype) || !selection.takes(c.name)) continue;
       run_case(isa, c, dtype);
       ++count;
     }

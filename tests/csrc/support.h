@@ -15,6 +15,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -376,6 +377,11 @@ struct Selection {
     return (i + i / share + set) % share == 0;
   }
 };
+
+// The set amx has kernels of its own for bfloat16 alone; all others are those of avx512.
+inline bool has_own_kernels(const cpu::KernelSet& set, ScalarKind dtype) {
+  return std::string_view(set.name) != "amx" || dtype == ScalarKind::kBFloat16;
+}
 
 // The tests of both programs: PROGRAM CAPABILITY [part of a case's name].
 template <typename Test>

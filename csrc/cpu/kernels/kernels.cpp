@@ -25,7 +25,8 @@ using WideBFloat16Scheme = Scheme<BFloat16, PlainProduct<float>>;
 extern const KernelTable kKernels;
 #if defined(ATTN_EXT_AMX)
 // No other dtype has products of its own here, nor have few rows: kernel_sets.cpp takes them of other sets.
-const KernelTable kKernels = {{{}, {}, forward_ways<BFloat16Scheme>(), {}}, {}, {{}, {}, backward_ways<BFloat16Scheme>(), {}}};
+const KernelTable kKernels = {
+    {{}, {}, forward_ways<BFloat16Scheme>(), {}}, {}, {{}, {}, backward_ways<BFloat16Scheme>(), {}}};
 #else
 const KernelTable kKernels = {{forward_ways<Float64Scheme>(), forward_ways<Float32Scheme>(),
                                forward_ways<BFloat16Scheme>(), forward_ways<Float16Scheme>()},

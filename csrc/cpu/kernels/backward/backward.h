@@ -20,8 +20,10 @@ constexpr Way<BackwardParams, BackwardPlan> backward_way(BackwardPath path) {
     case BackwardPath::kTiles:
       return {Tiles<S>::plan, Tiles<S>::tasks, Tiles<S>::run};
     case BackwardPath::kFewRows:
-      if constexpr (!S::Product::kInRegisters) return {};
-      else return {FewRows<S>::plan, FewRows<S>::tasks, FewRows<S>::run};
+      if constexpr (!S::Product::kInRegisters)
+        return {};
+      else
+        return {FewRows<S>::plan, FewRows<S>::tasks, FewRows<S>::run};
     case BackwardPath::kFewKeys:
       return {FewKeys<S>::plan, FewKeys<S>::tasks, FewKeys<S>::run};
   }

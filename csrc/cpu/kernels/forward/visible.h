@@ -56,8 +56,9 @@ void QueryBlock<S>::limit_rows(Range keys) {
     }
     s_.row_keys[r] = intersect(s_.row_keys[r], padding);
   }
-  mask_in_tile_ = Product::kInRegisters && mask_by_key_ && rule.mask.column_stride == 1 && units_.softcap == 0 &&
-                  (!is_bool || !units_.scale_first) && plan_.path != ForwardPath::kFewRows;
+  mask_in_tile_ = Product::kInRegisters && mask_by_key_ && rule.mask.column_stride == 1 &&
+                  units_.softcap == 0 && (!is_bool || !units_.scale_first) &&
+                  plan_.path != ForwardPath::kFewRows;
 }
 
 // False: no row sees any of these keys.

@@ -1,9 +1,9 @@
-// The product of blocks on the matrix unit (AMX) of a processor: 16 rows x 16 columns of sums in each of four of its
-// tile registers, 32 bfloat16 along the depth at a time. Where the processor has none, the same blocks are made by the
-// register tiles of vectors, so that this instruction set can be run, and tested, there.
+// The product of blocks on the matrix unit (AMX) of a processor: 16 rows x 16 columns of sums in each of four
+// of its tile registers, 32 bfloat16 along the depth at a time. Where the processor has none, the same blocks
+// are made by the register tiles of vectors, so that this instruction set can be run, and tested, there.
 //   out (rows, n) = carry * out + left (rows, depth) . right (depth, n)      rows <= 16, n <= 4 lanes
-// Each step along the depth adds sums of its own to what there is: a row's bits depend on where steps begin, which
-// is therefore always a multiple of 32 elements, and on nothing else.
+// Each step along the depth adds sums of its own to what there is: a row's bits depend on where steps begin,
+// which is therefore always a multiple of 32 elements, and on nothing else.
 #pragma once
 
 #include "../interface/matrix_unit.h"
@@ -23,8 +23,8 @@ namespace amx_unit {
 
 constexpr int kColumns = 16;
 
-// What the registers hold, as LDTILECFG reads it: 0 to 3 the sums, 4 and up the operands. Only the rows of the sums and
-// of the left operand vary.
+// What the registers hold, as LDTILECFG reads it: 0 to 3 the sums, 4 and up the operands. Only the rows of
+// the sums and of the left operand vary.
 struct alignas(64) Configuration {
   uint8_t palette = 1;
   uint8_t zero[15] = {};
@@ -150,8 +150,8 @@ struct TileOf<AmxProduct, Carry> {
   }
 };
 
-// While a task of products runs, the registers are configured for whole blocks. Released, they cost the system nothing
-// when it switches to another thread.
+// While a task of products runs, the registers are configured for whole blocks. Released, they cost the
+// system nothing when it switches to another thread.
 template <>
 struct TaskOf<AmxProduct> {
   TaskOf() {

@@ -38,7 +38,9 @@ ATTN_EXT_INLINE void guard(const char*, int64_t, int64_t) {}
 
 template <typename T>
 ATTN_EXT_INLINE T* take(Arena& arena, int64_t count) {
-  char* piece = arena.base + arena.used;
+  // As numbers: an offset to a null pointer is undefined.
+  char* piece =
+      reinterpret_cast<char*>(reinterpret_cast<uintptr_t>(arena.base) + static_cast<uintptr_t>(arena.used));
   const int64_t bytes = count * static_cast<int64_t>(sizeof(T)), whole = round_up(bytes, 64) + kGapBytes;
   arena.used += whole;
   if (arena.base != nullptr) guard(piece, bytes, whole);

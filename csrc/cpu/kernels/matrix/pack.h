@@ -191,8 +191,8 @@ ATTN_EXT_INLINE bool are_operands(const Matrix<Element>& m) {
          reinterpret_cast<uintptr_t>(m.data) % sizeof(Operand) == 0;
 }
 
-// The columns of m as left operand, each a row of its own along m's rows, `stride` operands apart; zeros past m's last
-// row, up to whole vectors.
+// The columns of m as left operand, each a row of its own along m's rows, `stride` operands apart; zeros past
+// m's last row, up to whole vectors.
 template <typename Product, typename Element>
 void pack_columns_as_rows(const Matrix<Element>& m, typename Product::Operand* out, int64_t stride) {
   using Accum = typename Product::Accum;
@@ -211,7 +211,8 @@ void pack_columns_as_rows(const Matrix<Element>& m, typename Product::Operand* o
       Vec<Accum> square[kSide];
 #pragma GCC unroll 16
       for (int i = 0; i < kSide; ++i) {
-        square[i] = (Vec<Accum>)load_row_operands<Product>(from + i * Product::kDepth * row_stride, row_stride);
+        square[i] =
+            (Vec<Accum>)load_row_operands<Product>(from + i * Product::kDepth * row_stride, row_stride);
       }
       transpose_square<Accum>(square);
       for (int64_t i = 0; i < smaller(kSide, m.columns - column); ++i) {
@@ -223,8 +224,8 @@ void pack_columns_as_rows(const Matrix<Element>& m, typename Product::Operand* o
 
 // to (columns, rows) = the transpose of from (rows, columns), both in whole squares of lanes.
 template <typename Product>
-void transpose_operands(const typename Product::Operand* from, int64_t from_stride, int64_t rows, int64_t columns,
-                        typename Product::Operand* to, int64_t to_stride) {
+void transpose_operands(const typename Product::Operand* from, int64_t from_stride, int64_t rows,
+                        int64_t columns, typename Product::Operand* to, int64_t to_stride) {
   using Operand = typename Product::Operand;
   using Accum = typename Product::Accum;
   constexpr int64_t kSide = kLanes<Operand>;

@@ -18,7 +18,8 @@ struct PlainProduct {
   using Accum = T;
   static constexpr int kDepth = 1;  // elements in an operand
   static constexpr int kTileRows = kRegisterTileRows;
-  static constexpr int kDepthStep = 1;  // operands: a product takes whole multiples of so many along the depth
+  static constexpr int kDepthStep =
+      1;  // operands: a product takes whole multiples of so many along the depth
   static constexpr bool kInRegisters = true;
   template <typename V>
   static ATTN_EXT_INLINE V step(V a, V b, V c) {
@@ -150,15 +151,15 @@ struct TileTable {
 template <typename Product, bool Carry>
 constexpr TileTable<Product, Carry> kTileProducts{std::make_integer_sequence<int, kRegisterTileRows>{}};
 
-// The product of so many rows and columns, to be called with its TileArgs: of the vectors' registers, or (amx.h) of
-// others.
+// The product of so many rows and columns, to be called with its TileArgs: of the vectors' registers, or
+// (amx.h) of others.
 template <typename Product, bool Carry>
 struct TileOf {
   TileFunction<Product> function;
 
   TileOf(int64_t rows, int64_t columns)
-      : function(kTileProducts<Product, Carry>.of[rows - 1]
-                                                [columns / kColumnStep<typename Product::Accum> - 1]) {}
+      : function(
+            kTileProducts<Product, Carry>.of[rows - 1][columns / kColumnStep<typename Product::Accum> - 1]) {}
   ATTN_EXT_INLINE void operator()(const TileArgs<Product>& args) const { function(args); }
 };
 

@@ -18,7 +18,7 @@ struct Scheme {
   static constexpr int64_t kDepthStep = Product::kDepthStep;
   static constexpr int64_t kTileRows = Product::kTileRows;
   // Elements of a row that becomes a depth are made in whole multiples of this, zeros at the end.
-  static constexpr int64_t kSpan = larger(kLane, kDepth * kDepthStep);
+  static constexpr int64_t kSpan = larger(kLane, kDepth* kDepthStep);
   static constexpr bool kPaired =
       kDepth == 2;  // operands are pairs: P and dS are rounded and paired on the way
 };

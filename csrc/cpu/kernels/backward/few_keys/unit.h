@@ -38,7 +38,8 @@ struct FewKeysScratch {
   Operand *weight_pairs,
       *grad_pairs;     // (pairs of rows, stride), paired only: left operands along the columns
   Operand* grad_rows;  // (rows, left_stride), paired only: dS as a left operand
-  Operand *weight_columns, *grad_columns;  // (stride, rows / 2), the pairs turned around: outside of registers only
+  Operand *weight_columns,
+      *grad_columns;  // (stride, rows / 2), the pairs turned around: outside of registers only
   T *grad_query, *grad_key, *grad_value;
   int64_t block_rows, stride, left_stride;
 };

@@ -13,8 +13,8 @@
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
-// A cell of keys is as many tiles as stay in the nearest cache; in whole multiples of what a product takes along
-// the depth.
+// A cell of keys is as many tiles as stay in the nearest cache; in whole multiples of what a product takes
+// along the depth.
 template <typename S>
 constexpr int64_t kCellRows = S::kSpan < 32 ? 4 * S::kTileRows : 2 * S::kTileRows;
 // With a mask to be turned around, whole cache lines of it and whole squares of lanes.
@@ -51,8 +51,8 @@ KeyQueryScratch<S> take_key_query_scratch(Arena& arena, const BackwardParams& pa
   const int64_t cell = (larger(kCellRows<S>, kMaskCellRows<S>) + S::kLane) * S::kPanel;
   const int64_t padded = queries + S::kLane * S::kDepth;  // off the powers of two that share cache sets
   s.operand_stride = padded / S::kDepth;
-  s.weights_left = take<Operand>(arena, (keys + kCellRows<S>) * s.operand_stride);
-  s.grads_left = take<Operand>(arena, (keys + kCellRows<S>) * s.operand_stride);
+  s.weights_left = take<Operand>(arena, (keys + kCellRows<S>)*s.operand_stride);
+  s.grads_left = take<Operand>(arena, (keys + kCellRows<S>)*s.operand_stride);
   if constexpr (S::kPaired) {
     s.score_stride = S::kPanel;
     s.scores = take<T>(arena, cell);
