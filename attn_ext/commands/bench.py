@@ -22,7 +22,14 @@ from attn_ext.benchmark import cells, chart, checks, machine, peers, report, tim
 from . import CommandError
 
 #: What ATen calls the instruction sets, for F.sdpa to run on the same one.
-ATEN_CAPABILITIES = {"baseline": "default", "avx2": "avx2", "avx512": "avx512", "avx512_bf16": "avx512"}
+ATEN_CAPABILITIES = {
+    "baseline": "default",
+    "avx2": "avx2",
+    "avx512": "avx512",
+    "avx512_bf16": "avx512",
+    "neon": "default",
+    "neon_bf16": "default",
+}
 CAPABILITY_VARIABLE = "ATTN_EXT_CPU_CAPABILITY"
 PEERS = [c.name for c in peers.CONTENDERS if c.name not in (peers.OURS, peers.BASELINE)]
 

@@ -9,7 +9,7 @@ namespace {
 using Float64Scheme = Scheme<double, PlainProduct<double>>;
 using Float32Scheme = Scheme<float, PlainProduct<float>>;
 using Float16Scheme = Scheme<Float16, PlainProduct<float>>;
-#if defined(__AVX512BF16__)
+#if defined(ATTN_EXT_HAS_PAIRS)
 using BFloat16Scheme = Scheme<BFloat16, BFloat16Product>;
 #else
 using BFloat16Scheme = Scheme<BFloat16, PlainProduct<float>>;

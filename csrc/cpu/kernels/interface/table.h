@@ -27,5 +27,11 @@ extern const KernelTable kKernels;
 namespace avx512_bf16 {
 extern const KernelTable kKernels;
 }
+namespace neon {
+extern const KernelTable kKernels;
+}
+namespace neon_bf16 {
+extern const KernelTable kKernels;
+}
 
 }  // namespace attn_ext::cpu
