@@ -3,13 +3,12 @@
 
 #if defined(__aarch64__)
 
-#include <cstddef>
-#include <string>
-
 #if defined(__linux__)
 #include <sys/auxv.h>
 #elif defined(__APPLE__)
 #include <sys/sysctl.h>
+
+#include <string>
 #endif
 
 namespace attn_ext::cpu {
@@ -22,7 +21,7 @@ namespace attn_ext::cpu {
   return (getauxval(word == 2 ? AT_HWCAP2 : AT_HWCAP) >> bit & 1) != 0;
 #elif defined(__APPLE__)
   int value = 0;
-  size_t size = sizeof(value);
+  std::size_t size = sizeof(value);
   const std::string full = std::string("hw.optional.") + name;
   return sysctlbyname(full.c_str(), &value, &size, nullptr, 0) == 0 && value != 0;
 #else
