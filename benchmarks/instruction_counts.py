@@ -30,14 +30,14 @@ template <typename Product>
 using Args = TileArgs<Product>;
 #define LOOP extern "C" __attribute__((flatten, visibility("default")))
 LOOP void tile_float32(const Args<PlainProduct<float>>& args) {
-  tile_product<PlainProduct<float>, kTileRows, kTileVectors, false, false>(args);
+  tile_product<PlainProduct<float>, kRegisterTileRows, kTileVectors, false, false>(args);
 }
 LOOP void tile_float64(const Args<PlainProduct<double>>& args) {
-  tile_product<PlainProduct<double>, kTileRows, kTileVectors, false, false>(args);
+  tile_product<PlainProduct<double>, kRegisterTileRows, kTileVectors, false, false>(args);
 }
 #if defined(ATTN_EXT_HAS_PAIRS)
 LOOP void tile_bfloat16(const Args<BFloat16Product>& args) {
-  tile_product<BFloat16Product, kTileRows, kTileVectors, false, false>(args);
+  tile_product<BFloat16Product, kRegisterTileRows, kTileVectors, false, false>(args);
 }
 #endif
 LOOP void softmax_float32(float* scores, int64_t end, float scale, float top, float* sum) {

@@ -30,6 +30,24 @@ Features supported_features() {
   return features;
 }
 
+#ifdef ATTN_EXT_HAS_amx
+/// Of bfloat16 what multiplies blocks. A few rows are read as they come, which vectors of floats do fastest on processors
+/// with AMX; all else has no products on it.
+const KernelTable* amx_kernels() {
+  static const KernelTable table = [] {
+    KernelTable kernels = avx512::kKernels;
+    kernels.forward[kBFloat16Kernels] = amx::kKernels.forward[kBFloat16Kernels];
+    kernels.backward[kBFloat16Kernels] = amx::kKernels.backward[kBFloat16Kernels];
+    constexpr int kForwardFew = static_cast<int>(ForwardPath::kFewRows);
+    constexpr int kBackwardFew = static_cast<int>(BackwardPath::kFewRows);
+    kernels.forward[kBFloat16Kernels].of[kForwardFew] = avx512::kKernels.forward[kBFloat16Kernels].of[kForwardFew];
+    kernels.backward[kBFloat16Kernels].of[kBackwardFew] = avx512::kKernels.backward[kBFloat16Kernels].of[kBackwardFew];
+    return kernels;
+  }();
+  return &table;
+}
+#endif
+
 // In the order of cmake/capabilities.cmake, which defines ATTN_EXT_HAS_* for the sets in this build.
 const KernelSet kSets[] = {
 #ifdef ATTN_EXT_HAS_baseline
@@ -43,6 +61,9 @@ const KernelSet kSets[] = {
 #endif
 #ifdef ATTN_EXT_HAS_avx512_bf16
     {"avx512_bf16", &avx512_bf16::kKernels, avx512_bf16::kFeatures},
+#endif
+#ifdef ATTN_EXT_HAS_amx
+    {"amx", amx_kernels(), amx::kFeatures},
 #endif
 #ifdef ATTN_EXT_HAS_neon
     {"neon", &neon::kKernels, neon::kFeatures},

@@ -9,7 +9,9 @@ namespace {
 using Float64Scheme = Scheme<double, PlainProduct<double>>;
 using Float32Scheme = Scheme<float, PlainProduct<float>>;
 using Float16Scheme = Scheme<Float16, PlainProduct<float>>;
-#if defined(ATTN_EXT_HAS_PAIRS)
+#if defined(ATTN_EXT_AMX)
+using BFloat16Scheme = Scheme<BFloat16, AmxProduct>;
+#elif defined(ATTN_EXT_HAS_PAIRS)
 using BFloat16Scheme = Scheme<BFloat16, BFloat16Product>;
 #else
 using BFloat16Scheme = Scheme<BFloat16, PlainProduct<float>>;
@@ -21,11 +23,16 @@ using WideBFloat16Scheme = Scheme<BFloat16, PlainProduct<float>>;
 }  // namespace
 
 extern const KernelTable kKernels;
+#if defined(ATTN_EXT_AMX)
+// No other dtype has products of its own here, nor have few rows: kernel_sets.cpp takes them of other sets.
+const KernelTable kKernels = {{{}, {}, forward_ways<BFloat16Scheme>(), {}}, {}, {{}, {}, backward_ways<BFloat16Scheme>(), {}}};
+#else
 const KernelTable kKernels = {{forward_ways<Float64Scheme>(), forward_ways<Float32Scheme>(),
                                forward_ways<BFloat16Scheme>(), forward_ways<Float16Scheme>()},
                               {forward_ways<Float64Scheme>(), forward_ways<Float32Scheme>(),
                                forward_ways<WideBFloat16Scheme>(), forward_ways<Float16Scheme>()},
                               {backward_ways<Float64Scheme>(), backward_ways<Float32Scheme>(),
                                backward_ways<BFloat16Scheme>(), backward_ways<Float16Scheme>()}};
+#endif
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

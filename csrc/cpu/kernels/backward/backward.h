@@ -20,7 +20,8 @@ constexpr Way<BackwardParams, BackwardPlan> backward_way(BackwardPath path) {
     case BackwardPath::kTiles:
       return {Tiles<S>::plan, Tiles<S>::tasks, Tiles<S>::run};
     case BackwardPath::kFewRows:
-      return {FewRows<S>::plan, FewRows<S>::tasks, FewRows<S>::run};
+      if constexpr (!S::Product::kInRegisters) return {};
+      else return {FewRows<S>::plan, FewRows<S>::tasks, FewRows<S>::run};
     case BackwardPath::kFewKeys:
       return {FewKeys<S>::plan, FewKeys<S>::tasks, FewKeys<S>::run};
   }

@@ -20,6 +20,7 @@ class AllKeys {
   static int64_t tasks(const ForwardPlan& plan, int64_t round) { return plan.round_tasks[round]; }
   static void run(const ForwardParams& params, const ForwardPlan& plan, int64_t round, int64_t task,
                   void* shared, void* scratch) {
+    [[maybe_unused]] const TaskOf<typename S::Product> in_task;
     const AllKeys<S> call(params, plan, shared);
     if (round == 0) return call.pack(task, scratch);
     round == 1 ? call.attend(task, scratch) : call.sum_key_mass(task);
@@ -80,8 +81,8 @@ void AllKeys<S>::plan(const ForwardParams& params, int threads, ForwardPlan& pla
   // Enough blocks for every thread to find work. Key mass is summed block by block: its bits hang on their
   // height, which then must not hang on the threads.
   const int64_t wanted = has_mass ? kMaxMassSegments : ceil_div(4 * threads, larger(1, query_units));
-  const int64_t most = ceil_div(rows, 4 * kTileRows);
-  plan.block_rows = block_height(rows, query_units > 0 ? smaller(wanted, most) : 1);
+  const int64_t most = ceil_div(rows, 4 * S::kTileRows);
+  plan.block_rows = block_height<S>(rows, query_units > 0 ? smaller(wanted, most) : 1);
   plan.all_keys.segments = larger(1, ceil_div(rows, plan.block_rows));
   if (has_mass) plan.all_keys.segments = smaller(plan.all_keys.segments, kMaxMassSegments);
   plan.value_in_place = values_lie_packed<S>(params);

@@ -18,8 +18,10 @@ constexpr Way<ForwardParams, ForwardPlan> forward_way(ForwardPath path) {
     case ForwardPath::kWholeRows:
     case ForwardPath::kOnline:
       return {AllKeys<S>::plan, AllKeys<S>::tasks, AllKeys<S>::run};
-    case ForwardPath::kSplit:
     case ForwardPath::kFewRows:
+      if (!S::Product::kInRegisters) return {};
+      [[fallthrough]];
+    case ForwardPath::kSplit:
       return {KeyPieces<S>::plan, KeyPieces<S>::tasks, KeyPieces<S>::run};
   }
   return {};

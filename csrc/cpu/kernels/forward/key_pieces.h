@@ -23,6 +23,7 @@ class KeyPieces {
   static int64_t tasks(const ForwardPlan& plan, int64_t round) { return plan.round_tasks[round]; }
   static void run(const ForwardParams& params, const ForwardPlan& plan, int64_t round, int64_t task,
                   void* shared, void* scratch) {
+    [[maybe_unused]] const TaskOf<typename S::Product> in_task;
     KeyPieces<S> call(params, plan, shared, scratch);
     const int64_t heads = params.shape.query_heads;
     if (round == 1) return call.merge(task / heads, task % heads);
@@ -129,7 +130,7 @@ void KeyPieces<S>::plan(const ForwardParams& params, int threads, ForwardPlan& p
   const Range keys = keys_to_visit(params);
   plan.pieces.first = keys.begin / plan.pieces.keys;
   plan.pieces.count = larger(1, ceil_div(keys.end, plan.pieces.keys) - plan.pieces.first);
-  plan.block_rows = block_height(shape.query_len * group_size(shape), 1);
+  plan.block_rows = block_height<S>(shape.query_len * group_size(shape), 1);
   plan.value_in_place = values_lie_packed<S>(params);
   plan.rounds = 3;
   if (query_units == 0 || shape.query_len == 0) return;

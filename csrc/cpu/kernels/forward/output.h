@@ -56,7 +56,7 @@ void QueryBlock<S>::finish_rows(int64_t band) {
   constexpr T kLn2High = static_cast<T>(kLn2);
   constexpr T kLn2Low = static_cast<T>(kLn2 - static_cast<double>(kLn2High));
   if (has_sinks) gather_sinks(band);
-  for (int64_t r = band; r < band + kBandRows; r += S::kLane) {
+  for (int64_t r = band; r < band + kBandRows<S>; r += S::kLane) {
     Vec<T> top = load(s_.row_max + r);
     Vec<T> sum = load(s_.row_sum + r);
     Vec<T> factor = keep;
@@ -97,7 +97,7 @@ void QueryBlock<S>::finish_largest(int64_t band) const {
 
 template <typename S>
 void QueryBlock<S>::finish() {
-  for (int64_t band = 0; band < rows_; band += kBandRows) {
+  for (int64_t band = 0; band < rows_; band += kBandRows<S>) {
     finish_rows(band);
     finish_largest(band);
   }
@@ -146,10 +146,10 @@ template <typename S>
 void QueryBlock<S>::emit_all(Range keys) {
   for (int64_t key = keys.begin; key < keys.end; key += plan_.block_keys) {
     set_key_block(key, smaller(plan_.block_keys, keys.end - key));
-    for (int64_t band = 0; band < rows_; band += kBandRows) {
-      plan_.path == ForwardPath::kFewRows ? stream_scores(band) : scores(band);
+    for (int64_t band = 0; band < rows_; band += kBandRows<S>) {
+      make_scores(band);
       mask(band);
-      T sums[kBandRows];  // known already: kept from being added again
+      T sums[kBandRows<S>];  // known already: kept from being added again
       memcpy(sums, s_.row_sum + band, sizeof(sums));
       exponentials(band, false);
       memcpy(s_.row_sum + band, sums, sizeof(sums));
@@ -181,7 +181,7 @@ void QueryBlock<S>::emit_row(int64_t r, const T* row) const {
   each_run(aligned(tile_span(r)), [&](int64_t begin, int64_t end) {
     clear_up_to(begin);
     written = smaller(end, block_count_);
-    for (int64_t j = begin; j < end; j += S::kLane) {
+    for (int64_t j = begin; j < smaller(end, block_count_); j += S::kLane) {
       out.write(j, load(row + j), factor, smaller(S::kLane, block_count_ - j),
                 [&](int64_t key) { return is_seen(r, key); });
     }

@@ -48,10 +48,10 @@ void QueryBlock<S>::attend_once(Range keys) {
     const bool live = set_key_block(key, smaller(plan_.block_keys, keys.end - key));
     if (!live && !emit_in_place_ && kept_weights_ == nullptr) continue;
     read_factors();
-    for (int64_t band = 0; band < rows_; band += kBandRows) attend_band(band);
+    for (int64_t band = 0; band < rows_; band += kBandRows<S>) attend_band(band);
   }
-  for (int64_t tile = 0; tile < rows_; tile += kTileRows) {
-    if (s_.tile_started[tile / kTileRows] != 0) continue;
+  for (int64_t tile = 0; tile < rows_; tile += S::kTileRows) {
+    if (s_.tile_started[tile / S::kTileRows] != 0) continue;
     for (int64_t r = tile; r < tile + tile_rows(tile); ++r) {
       fill_span(s_.output + r * s_.output_stride, 0, s_.output_stride, static_cast<T>(0));
     }
@@ -60,11 +60,10 @@ void QueryBlock<S>::attend_once(Range keys) {
 
 template <typename S>
 void QueryBlock<S>::attend_band(int64_t band) {
-  const bool streams = plan_.path == ForwardPath::kFewRows;
   const bool drops = params_.dropout.enabled;
   // Somebody wants the weights before they are rounded.
   const bool wide = emit_in_place_ || kept_weights_ != nullptr || values_have_factors();
-  streams ? stream_scores(band) : scores(band);
+  make_scores(band);
   multiply_factors(band, params_.key_storage, s_.key_factors);
   mask(band);
   softmax(band, S::kPaired && !drops && !wide);
@@ -76,7 +75,23 @@ void QueryBlock<S>::attend_band(int64_t band) {
   if (kept_weights_ != nullptr) keep_weights(band);
   multiply_factors(band, params_.value_storage, s_.value_factors);
   if (S::kPaired && wide) pair_weights(band);
-  streams ? stream_values(band) : values(band);
+  add_values(band);
+}
+
+template <typename S>
+void QueryBlock<S>::make_scores(int64_t band) {
+  if constexpr (Product::kInRegisters) {
+    if (plan_.path == ForwardPath::kFewRows) return stream_scores(band);
+  }
+  scores(band);
+}
+
+template <typename S>
+void QueryBlock<S>::add_values(int64_t band) {
+  if constexpr (Product::kInRegisters) {
+    if (plan_.path == ForwardPath::kFewRows) return stream_values(band);
+  }
+  values(band);
 }
 
 // S (rows, keys) = Q (rows, D) . K^T (D, keys), panel by panel, where the tiles' rows see anything.
@@ -88,7 +103,7 @@ void QueryBlock<S>::scores(int64_t band) {
     for (int64_t p = runs_[i].begin / S::kPanel; p * S::kPanel < runs_[i].end; ++p) {
       const Range columns = intersect(runs_[i], {p * S::kPanel, (p + 1) * S::kPanel});
       const Operand* panel = packed_.keys + (first_panel + p) * S::kPanel * depth;
-      for (int64_t tile = band; tile < band + band_rows(band); tile += kTileRows) {
+      for (int64_t tile = band; tile < band + band_rows(band); tile += S::kTileRows) {
         const Range span = intersect(columns, aligned(tile_span(tile)));
         if (is_empty(span)) continue;
         TileArgs<Product> args{};
@@ -123,10 +138,10 @@ void QueryBlock<S>::row_maxima(int64_t band, T* top) const {
 // Running softmax: m' = max(m, row max), carry = 2^(m - m'), l' = carry l + sum 2^(s - m').
 template <typename S>
 void QueryBlock<S>::softmax(int64_t band, bool paired) {
-  T top[kBandRows + S::kLane];
-  fill_span(top, 0, kBandRows + S::kLane, -kInfinity<T>);
+  T top[kBandRows<S> + S::kLane];
+  fill_span(top, 0, kBandRows<S> + S::kLane, -kInfinity<T>);
   row_maxima(band, top);
-  for (int64_t r = 0; r < kBandRows; r += S::kLane) {
+  for (int64_t r = 0; r < kBandRows<S>; r += S::kLane) {
     const Vec<T> old_max = load(s_.row_max + band + r);
     // A NaN shows in its weight; in the row max it would hide that others are masked out.
     const Vec<T> scaled = load(top + r) * units_.softmax_scale;
@@ -144,7 +159,7 @@ void QueryBlock<S>::softmax(int64_t band, bool paired) {
 template <typename S>
 void QueryBlock<S>::exponentials(int64_t band, bool paired) {
   constexpr T kExactSteps = 256;
-  Vec<T> sums[kBandRows + S::kLane] = {};
+  Vec<T> sums[kBandRows<S> + S::kLane] = {};
   for (int64_t r = band; r < band + band_rows(band); ++r) {
     T* row = score_row(band, r);
     const T top = s_.row_max[r];
@@ -166,7 +181,7 @@ void QueryBlock<S>::exponentials(int64_t band, bool paired) {
     });
     sums[r - band] = sum;
   }
-  for (int64_t r = 0; r < kBandRows; r += S::kLane) {
+  for (int64_t r = 0; r < kBandRows<S>; r += S::kLane) {
     Vec<T> lanes[S::kLane];
     memcpy(lanes, sums + r, sizeof(lanes));
     store(s_.row_sum + band + r, load(s_.row_sum + band + r) + lane_sums<T>(lanes));
@@ -221,7 +236,7 @@ void QueryBlock<S>::values(int64_t band) {
       for (int64_t key = runs_[i].begin; key < runs_[i].end; key += kValueDepth) {
         const Range stretch{key, smaller(key + kValueDepth, runs_[i].end)};
         const ValueStretch<S> values = value_stretch(column, stretch);
-        for (int64_t tile = band; tile < band + band_rows(band); tile += kTileRows) {
+        for (int64_t tile = band; tile < band + band_rows(band); tile += S::kTileRows) {
           const Range span = intersect(stretch, tile_span(tile));
           if (!is_empty(span)) multiply_values(band, tile, column, span, values);
         }
@@ -231,8 +246,8 @@ void QueryBlock<S>::values(int64_t band) {
       }
     }
   }
-  for (int64_t tile = band; tile < band + band_rows(band); tile += kTileRows) {
-    each_run(tile_span(tile), [&](int64_t, int64_t) { s_.tile_started[tile / kTileRows] = 1; });
+  for (int64_t tile = band; tile < band + band_rows(band); tile += S::kTileRows) {
+    each_run(tile_span(tile), [&](int64_t, int64_t) { s_.tile_started[tile / S::kTileRows] = 1; });
   }
 }
 
@@ -293,7 +308,7 @@ template <typename S>
 void QueryBlock<S>::multiply_values(int64_t band, int64_t tile, int64_t column, Range span,
                                     const ValueStretch<S>& values) {
   const int64_t width = panel_width_of<S>(params_.shape.value_dim);
-  const int64_t begin = span.begin / S::kDepth, end = depth_of<Product>(span.end);
+  const int64_t begin = round_down(span.begin / S::kDepth, S::kDepthStep), end = depth_of<Product>(span.end);
   // The row maximum has moved once for this block of keys: only the first product of a tile carries it over.
   bool first_of_tile = true;
   each_run(tile_span(tile), [&](int64_t run_begin, int64_t) { first_of_tile &= span.begin <= run_begin; });
@@ -307,9 +322,12 @@ void QueryBlock<S>::multiply_values(int64_t band, int64_t tile, int64_t column, 
   args.out_stride = s_.output_stride;
   args.carry = first_of_tile ? s_.carry + tile : s_.ones + tile;
   const int64_t columns = round_up(smaller(width, params_.shape.value_dim - column), kColumnStep<T>);
-  const bool fresh = first_of_tile && s_.tile_started[tile / kTileRows] == 0;
-  (fresh ? tile_function<Product, false>(tile_rows(tile), columns)
-         : tile_function<Product, true>(tile_rows(tile), columns))(args);
+  const bool fresh = first_of_tile && s_.tile_started[tile / S::kTileRows] == 0;
+  if (fresh) {
+    tile_function<Product, false>(tile_rows(tile), columns)(args);
+  } else {
+    tile_function<Product, true>(tile_rows(tile), columns)(args);
+  }
 }
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

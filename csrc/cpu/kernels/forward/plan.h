@@ -27,9 +27,10 @@ ATTN_EXT_INLINE ForwardPath forward_path(const ForwardParams& params) {
 }
 
 // Blocks of equal height, in whole tiles; at least `blocks` of them.
+template <typename S>
 ATTN_EXT_INLINE int64_t block_height(int64_t rows, int64_t blocks) {
   blocks = larger(larger(1, blocks), ceil_div(rows, kBlockRows));
-  return larger(kTileRows, round_up(ceil_div(rows, blocks), kTileRows));
+  return larger(S::kTileRows, round_up(ceil_div(rows, blocks), S::kTileRows));
 }
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

@@ -13,8 +13,8 @@
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
-constexpr int64_t kBandTiles = 4;
-constexpr int64_t kBandRows = kBandTiles * kTileRows;
+template <typename S>
+constexpr int64_t kBandRows = (S::kSpan < 32 ? 4 : 3) * S::kTileRows;
 constexpr int64_t kMaxBlockKeys = 4096;
 constexpr int64_t kRunKeys = 64;  // keys are left out by the mask in units of this
 constexpr int64_t kMaxRuns = kMaxBlockKeys / kRunKeys / 2 + 1;
@@ -60,13 +60,13 @@ inline QueryScratch<S> take_query_scratch(Arena& arena, const ForwardParams& par
   const AttentionShape& shape = params.shape;
   QueryScratch<S> s{};
   s.met_bad_values = take<int64_t>(arena, 1);
-  const int64_t rows = round_up(plan.block_rows, kTileRows) + S::kLane + kBandRows;
+  const int64_t rows = round_up(plan.block_rows, S::kTileRows) + S::kLane + kBandRows<S>;
   s.query_stride = row_stride_of<S>(shape.head_dim);
   s.score_stride =
       round_up(plan.block_keys, S::kPanel) + S::kLane;  // off the powers of two that share cache sets
   s.output_stride = padded_dim<S>(shape.value_dim);
   s.query = take<typename S::Operand>(arena, rows * s.query_stride);
-  s.scores = take<T>(arena, kBandRows * s.score_stride);
+  s.scores = take<T>(arena, kBandRows<S> * s.score_stride);
   s.output = take<T>(arena, rows * s.output_stride);
   if (plan.path == ForwardPath::kFewRows) {
     s.key_rows = take<typename S::Element>(arena, S::kLane * shape.head_dim);
@@ -158,11 +158,11 @@ class QueryBlock {
   void emit_all(Range keys);
 
  private:
-  static Range aligned(Range span) { return in_vectors<T>(span); }
-  int64_t band_rows(int64_t band) const { return smaller(kBandRows, rows_ - band); }
-  int64_t tile_rows(int64_t tile) const { return smaller(kTileRows, rows_ - tile); }
+  static Range aligned(Range span) { return in_steps<S::kSpan>(span); }
+  int64_t band_rows(int64_t band) const { return smaller(kBandRows<S>, rows_ - band); }
+  int64_t tile_rows(int64_t tile) const { return smaller(S::kTileRows, rows_ - tile); }
   T* score_row(int64_t band, int64_t r) const { return s_.scores + (r - band) * s_.score_stride; }
-  Range tile_span(int64_t r) const { return s_.tile_span[r / kTileRows]; }
+  Range tile_span(int64_t r) const { return s_.tile_span[r / S::kTileRows]; }
 
   // body(begin, end) for every run of live keys inside span.
   template <typename Body>
@@ -217,6 +217,8 @@ class QueryBlock {
   void attend_once(Range keys);
   void scores(int64_t band);
   void attend_band(int64_t band);
+  void make_scores(int64_t band);
+  void add_values(int64_t band);
   void softmax(int64_t band, bool paired);
   void row_maxima(int64_t band, T* top) const;
   void exponentials(int64_t band, bool paired);

@@ -56,7 +56,7 @@ void QueryBlock<S>::limit_rows(Range keys) {
     }
     s_.row_keys[r] = intersect(s_.row_keys[r], padding);
   }
-  mask_in_tile_ = mask_by_key_ && rule.mask.column_stride == 1 && units_.softcap == 0 &&
+  mask_in_tile_ = Product::kInRegisters && mask_by_key_ && rule.mask.column_stride == 1 && units_.softcap == 0 &&
                   (!is_bool || !units_.scale_first) && plan_.path != ForwardPath::kFewRows;
 }
 
@@ -66,7 +66,7 @@ bool QueryBlock<S>::set_key_block(int64_t first_key, int64_t count) {
   block_key_ = first_key;
   block_count_ = count;
   Range hull{count, 0};
-  for (int64_t tile = 0; tile < rows_; tile += kTileRows) {
+  for (int64_t tile = 0; tile < rows_; tile += S::kTileRows) {
     Range span{count, 0};
     for (int64_t r = tile; r < tile + tile_rows(tile); ++r) {
       Range keys = intersect(s_.row_keys[r], {first_key, first_key + count});
@@ -75,13 +75,13 @@ bool QueryBlock<S>::set_key_block(int64_t first_key, int64_t count) {
       s_.row_span[r] = keys;
       if (!is_empty(keys)) span = {smaller(span.begin, keys.begin), larger(span.end, keys.end)};
     }
-    s_.tile_span[tile / kTileRows] = span;
+    s_.tile_span[tile / S::kTileRows] = span;
     if (!is_empty(span)) hull = {smaller(hull.begin, span.begin), larger(hull.end, span.end)};
   }
   run_count_ = 0;
   if (is_empty(hull)) return false;
   if (plan_.path == ForwardPath::kFewRows) {  // all rows go through all that is read
-    for (int64_t tile = 0; tile < rows_; tile += kTileRows) s_.tile_span[tile / kTileRows] = hull;
+    for (int64_t tile = 0; tile < rows_; tile += S::kTileRows) s_.tile_span[tile / S::kTileRows] = hull;
   }
   runs_[0] = aligned(hull);
   run_count_ = 1;
@@ -121,7 +121,7 @@ bool QueryBlock<S>::is_live(int64_t begin, int64_t end) const {
 // dense.
 template <typename S>
 bool QueryBlock<S>::masked_in_tile(int64_t tile, Range span) const {
-  return mask_in_tile_ && tile_rows(tile) == kTileRows && span.end - span.begin == S::kPanel &&
+  return mask_in_tile_ && tile_rows(tile) == S::kTileRows && span.end - span.begin == S::kPanel &&
          block_key_ + span.end <= params_.shape.key_len;
 }
 
@@ -130,16 +130,17 @@ template <typename S>
 Range QueryBlock<S>::masked_panels(int64_t r, Range run) const {
   const int64_t present = params_.shape.key_len - block_key_;
   const Range panels{round_up(run.begin, S::kPanel), round_down(smaller(run.end, present), S::kPanel)};
-  const bool in_tile = mask_in_tile_ && tile_rows(round_down(r, kTileRows)) == kTileRows;
+  const bool in_tile = mask_in_tile_ && tile_rows(round_down(r, S::kTileRows)) == S::kTileRows;
   return in_tile && !is_empty(panels) ? panels : Range{run.end, run.end};
 }
 
 template <typename S>
 void QueryBlock<S>::scores_masked(int64_t tile, Range span, const TileArgs<Product>& args) const {
+  if constexpr (!Product::kInRegisters) return;
   with_kind<Element>(params_.rule.mask_kind, [&](auto tag) {
     using M = typename decltype(tag)::Type;
-    const M* rows[kTileRows];
-    for (int64_t r = 0; r < kTileRows; ++r) {
+    const M* rows[S::kTileRows];
+    for (int64_t r = 0; r < S::kTileRows; ++r) {
       rows[r] =
           row_pointer<const M>(params_.rule.mask, batch_, s_.row_head[tile + r], s_.row_index[tile + r]) +
           block_key_ + span.begin;

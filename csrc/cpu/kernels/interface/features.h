@@ -69,6 +69,9 @@ constexpr Features kFeatures =
 namespace avx512_bf16 {
 constexpr Features kFeatures = avx512::kFeatures | bits_of({Feature::kAvx512bf16});
 }
+namespace amx {  // AMX itself is asked for by interface/matrix_unit.h, and done without where it is not there
+constexpr Features kFeatures = avx512_bf16::kFeatures;
+}
 namespace neon {
 constexpr Features kFeatures = bits_of({Feature::kNeon});
 }

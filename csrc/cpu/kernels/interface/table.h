@@ -27,6 +27,9 @@ extern const KernelTable kKernels;
 namespace avx512_bf16 {
 extern const KernelTable kKernels;
 }
+namespace amx {
+extern const KernelTable kKernels;
+}
 namespace neon {
 extern const KernelTable kKernels;
 }

@@ -23,7 +23,11 @@ struct MultiplyArgs {
 
 template <typename Product, bool Carry>
 void multiply(const MultiplyArgs<Product>& m) {
-  const int64_t tiles = ceil_div(m.rows, kTileRows);
+  const int64_t tiles = ceil_div(m.rows, Product::kTileRows);
+  // Of nearly equal height, as a low one waits for itself; outside of registers whole ones, which cost least.
+  const auto first_row = [&](int64_t tile) {
+    return Product::kInRegisters ? tile * m.rows / tiles : smaller(tile * Product::kTileRows, m.rows);
+  };
   TileArgs<Product> args{};
   args.depth = m.depth;
   args.left_stride = m.left_stride;
@@ -34,11 +38,11 @@ void multiply(const MultiplyArgs<Product>& m) {
     const int64_t columns =
         round_up(smaller(m.right_width, m.columns - column), kColumnStep<typename Product::Accum>);
     args.right = m.right.data + column / m.right_width * m.right.panel_stride;
-    for (int64_t tile = 0; tile < tiles; ++tile) {  // of nearly equal height: a low one waits for itself
-      const int64_t row = tile * m.rows / tiles;
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t row = first_row(tile);
       args.left = m.left + row * m.left_stride;
       args.out = m.out + row * m.out_stride + column;
-      tile_function<Product, Carry>((tile + 1) * m.rows / tiles - row, columns)(args);
+      tile_function<Product, Carry>(first_row(tile + 1) - row, columns)(args);
     }
   }
 }

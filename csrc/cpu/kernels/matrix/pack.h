@@ -193,8 +193,59 @@ template <typename Product, typename Element>
 ATTN_EXT_INLINE bool are_operands(const Matrix<Element>& m) {
   using Operand = typename Product::Operand;
   return sizeof(Element) * Product::kDepth == sizeof(Operand) && m.column_stride == 1 &&
-         m.columns % Product::kDepth == 0 && m.row_stride % Product::kDepth == 0 &&
+         m.columns % (Product::kDepth * Product::kDepthStep) == 0 && m.row_stride % Product::kDepth == 0 &&
          reinterpret_cast<uintptr_t>(m.data) % sizeof(Operand) == 0;
+}
+
+// The columns of m as left operand, each a row of its own along m's rows, `stride` operands apart; zeros past m's last
+// row, up to whole vectors.
+template <typename Product, typename Element>
+void pack_columns_as_rows(const Matrix<Element>& m, typename Product::Operand* out, int64_t stride) {
+  using Accum = typename Product::Accum;
+  constexpr int64_t kSide = kLanes<typename Product::Operand>;
+  constexpr int64_t kElements = kSide * Product::kDepth;
+  for (int64_t row = 0; row < m.rows; row += kElements) {
+    for (int64_t column = 0; column < m.columns; column += kSide) {
+      Element block[kElements * kSide];
+      const Element* from = m.data + row * m.row_stride + column;
+      int64_t row_stride = m.row_stride;
+      if (m.column_stride != 1 || row + kElements > m.rows || column + kSide > m.columns) {
+        gather_block(m, row, kElements, column, kSide, block);
+        from = block;
+        row_stride = kSide;
+      }
+      Vec<Accum> square[kSide];
+#pragma GCC unroll 16
+      for (int i = 0; i < kSide; ++i) {
+        square[i] = (Vec<Accum>)load_row_operands<Product>(from + i * Product::kDepth * row_stride, row_stride);
+      }
+      transpose_square<Accum>(square);
+      for (int64_t i = 0; i < smaller(kSide, m.columns - column); ++i) {
+        store(out + (column + i) * stride + row / Product::kDepth, (Vec<typename Product::Operand>)square[i]);
+      }
+    }
+  }
+}
+
+// to (columns, rows) = the transpose of from (rows, columns), both in whole squares of lanes.
+template <typename Product>
+void transpose_operands(const typename Product::Operand* from, int64_t from_stride, int64_t rows, int64_t columns,
+                        typename Product::Operand* to, int64_t to_stride) {
+  using Operand = typename Product::Operand;
+  using Accum = typename Product::Accum;
+  constexpr int64_t kSide = kLanes<Operand>;
+  for (int64_t row = 0; row < rows; row += kSide) {
+    for (int64_t column = 0; column < columns; column += kSide) {
+      Vec<Accum> square[kSide];
+#pragma GCC unroll 16
+      for (int i = 0; i < kSide; ++i) {
+        square[i] = (Vec<Accum>)load(from + (row + i) * from_stride + column);
+      }
+      transpose_square<Accum>(square);
+#pragma GCC unroll 16
+      for (int i = 0; i < kSide; ++i) store(to + (column + i) * to_stride + row, (Vec<Operand>)square[i]);
+    }
+  }
 }
 
 // The rows of m as left operand: where they lie if they are operands and `in_place`, else packed into

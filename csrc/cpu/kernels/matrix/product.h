@@ -17,6 +17,9 @@ struct PlainProduct {
   using Operand = T;
   using Accum = T;
   static constexpr int kDepth = 1;  // elements in an operand
+  static constexpr int kTileRows = kRegisterTileRows;
+  static constexpr int kDepthStep = 1;  // operands: a product takes whole multiples of so many along the depth
+  static constexpr bool kInRegisters = true;
   template <typename V>
   static ATTN_EXT_INLINE V step(V a, V b, V c) {
     return multiply_add(a, b, c);
@@ -29,6 +32,9 @@ struct BFloat16Product {
   using Operand = uint32_t;
   using Accum = float;
   static constexpr int kDepth = 2;
+  static constexpr int kTileRows = kRegisterTileRows;
+  static constexpr int kDepthStep = 1;
+  static constexpr bool kInRegisters = true;
 #if defined(__AVX512BF16__)
   static ATTN_EXT_INLINE Vec<float> step(Vec<uint32_t> a, Vec<uint32_t> b, Vec<float> c) {
     return (Vec<float>)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
@@ -47,7 +53,7 @@ struct BFloat16Product {
 // Operands that so many columns take along the depth.
 template <typename Product>
 ATTN_EXT_INLINE int64_t depth_of(int64_t columns) {
-  return ceil_div(columns, Product::kDepth);
+  return round_up(ceil_div(columns, Product::kDepth), Product::kDepthStep);
 }
 
 template <typename Product>
@@ -216,7 +222,7 @@ constexpr int kColumnStep = kLanes<Accum> / kStepsOfVector;
 template <typename Product, bool Carry>
 struct TileTable {
   static constexpr int kSteps = kTileVectors * kStepsOfVector;
-  TileFunction<Product> of[kTileRows][kSteps] = {};
+  TileFunction<Product> of[kRegisterTileRows][kSteps] = {};
 
   template <int... Row>
   constexpr explicit TileTable(std::integer_sequence<int, Row...>) {
@@ -231,12 +237,28 @@ struct TileTable {
 };
 
 template <typename Product, bool Carry>
-constexpr TileTable<Product, Carry> kTileProducts{std::make_integer_sequence<int, kTileRows>{}};
+constexpr TileTable<Product, Carry> kTileProducts{std::make_integer_sequence<int, kRegisterTileRows>{}};
 
-// The product for 1 <= rows <= kTileRows and so many columns, whole steps of at most kTileVectors vectors.
+// The product of so many rows and columns, to be called with its TileArgs: of the vectors' registers, or (amx.h) of
+// others.
 template <typename Product, bool Carry>
-ATTN_EXT_INLINE TileFunction<Product> tile_function(int64_t rows, int64_t columns) {
-  return kTileProducts<Product, Carry>.of[rows - 1][columns / kColumnStep<typename Product::Accum> - 1];
+struct TileOf {
+  TileFunction<Product> function;
+
+  TileOf(int64_t rows, int64_t columns)
+      : function(kTileProducts<Product, Carry>.of[rows - 1]
+                                                [columns / kColumnStep<typename Product::Accum> - 1]) {}
+  ATTN_EXT_INLINE void operator()(const TileArgs<Product>& args) const { function(args); }
+};
+
+// For 1 <= rows <= Product::kTileRows; columns in whole steps of at most kTileVectors vectors.
+template <typename Product, bool Carry>
+ATTN_EXT_INLINE TileOf<Product, Carry> tile_function(int64_t rows, int64_t columns) {
+  return {rows, columns};
 }
+
+// What a task holds while it makes products.
+template <typename Product>
+struct TaskOf {};
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

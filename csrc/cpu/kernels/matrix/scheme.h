@@ -1,6 +1,7 @@
 // How one dtype is computed with, and the sizes that follow from it.
 #pragma once
 
+#include "amx.h"
 #include "product.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
@@ -14,6 +15,10 @@ struct Scheme {
   static constexpr int64_t kLane = kLanes<Accum>;
   static constexpr int64_t kPanel = kTileVectors * kLane;  // columns of a whole panel
   static constexpr int64_t kDepth = Product::kDepth;
+  static constexpr int64_t kDepthStep = Product::kDepthStep;
+  static constexpr int64_t kTileRows = Product::kTileRows;
+  // Elements of a row that becomes a depth are made in whole multiples of this, zeros at the end.
+  static constexpr int64_t kSpan = larger(kLane, kDepth * kDepthStep);
   static constexpr bool kPaired =
       kDepth == 2;  // operands are pairs: P and dS are rounded and paired on the way
 };

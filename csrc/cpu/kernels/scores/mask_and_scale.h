@@ -229,22 +229,22 @@ void mask_span(T* scores, int64_t begin, int64_t end, const M* mask, int64_t str
 // out = scale left . right + mask, row r of the mask at rows[r]. Memory is asked for the columns from `ahead`
 // on.
 template <typename Product, typename M>
-void masked_tile(const TileArgs<Product>& args, const M* const (&rows)[kTileRows],
+void masked_tile(const TileArgs<Product>& args, const M* const (&rows)[Product::kTileRows],
                  typename Product::Accum scale, int64_t ahead) {
   using T = typename Product::Accum;
-  constexpr int kWidth = kLanes<T>;
+  constexpr int kWidth = kLanes<T>, kRows = Product::kTileRows;
   constexpr int kLineElements = 64 / sizeof(M);
   constexpr int kColumns = kTileVectors * kWidth;
 #pragma GCC unroll 8
-  for (int r = 0; r < kTileRows; ++r) {
+  for (int r = 0; r < kRows; ++r) {
     for (int64_t j = ahead; j < 2 * kColumns; j += kLineElements) __builtin_prefetch(rows[r] + j);
   }
-  Vec<T> sums[kTileRows][kTileVectors] = {};
-  HalfVec<T> none[kTileRows];
-  multiply_tile<Product, kTileRows, kTileVectors, false>(args, sums, none);
+  Vec<T> sums[kRows][kTileVectors] = {};
+  HalfVec<T> none[kRows];
+  multiply_tile<Product, kRows, kTileVectors, false>(args, sums, none);
   const Vec<T> factor = broadcast(scale);
 #pragma GCC unroll 8
-  for (int r = 0; r < kTileRows; ++r) {
+  for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
     for (int v = 0; v < kTileVectors; ++v) {
       store(args.out + r * args.out_stride + v * kWidth,

@@ -21,10 +21,10 @@ ATTN_EXT_INLINE Range intersect(Range a, Range b) {
   return {larger(a.begin, b.begin), smaller(a.end, b.end)};
 }
 
-// The whole vectors of Ts that it touches.
-template <typename T>
-ATTN_EXT_INLINE Range in_vectors(Range range) {
-  return {round_down(range.begin, kLanes<T>), round_up(range.end, kLanes<T>)};
+// The whole steps that it touches.
+template <int64_t Step>
+ATTN_EXT_INLINE Range in_steps(Range range) {
+  return {round_down(range.begin, Step), round_up(range.end, Step)};
 }
 
 ATTN_EXT_INLINE Range window_keys(const ScoreRule& rule, int64_t key_len, int64_t row) {

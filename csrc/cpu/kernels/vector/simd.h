@@ -37,7 +37,7 @@ constexpr int kTileVectors = 4;
 #else
 constexpr int kTileVectors = 2;
 #endif
-constexpr int kTileRows = 6;
+constexpr int kRegisterTileRows = 6;
 
 // Processors that do a 512-bit operation in two halves do half a vector in half the time.
 #if defined(__AVX512F__)
@@ -98,19 +98,19 @@ using Bits = typename BitsOf<T>::Signed;
 template <typename T>
 constexpr T kInfinity = static_cast<T>(__builtin_inf());
 
-ATTN_EXT_INLINE int64_t smaller(int64_t a, int64_t b) {
+ATTN_EXT_INLINE constexpr int64_t smaller(int64_t a, int64_t b) {
   return a < b ? a : b;
 }
-ATTN_EXT_INLINE int64_t larger(int64_t a, int64_t b) {
+ATTN_EXT_INLINE constexpr int64_t larger(int64_t a, int64_t b) {
   return a > b ? a : b;
 }
-ATTN_EXT_INLINE int64_t ceil_div(int64_t count, int64_t size) {
+ATTN_EXT_INLINE constexpr int64_t ceil_div(int64_t count, int64_t size) {
   return (count + size - 1) / size;
 }
-ATTN_EXT_INLINE int64_t round_down(int64_t n, int64_t unit) {
+ATTN_EXT_INLINE constexpr int64_t round_down(int64_t n, int64_t unit) {
   return n / unit * unit;
 }
-ATTN_EXT_INLINE int64_t round_up(int64_t n, int64_t unit) {
+ATTN_EXT_INLINE constexpr int64_t round_up(int64_t n, int64_t unit) {
   return ceil_div(n, unit) * unit;
 }
 

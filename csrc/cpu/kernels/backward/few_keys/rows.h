@@ -108,10 +108,10 @@ ATTN_EXT_INLINE void FewKeysUnit<S>::store_pairs([[maybe_unused]] int64_t r, [[m
     const __m512i g = (__m512i)_mm512_cvtne2ps_pbh((__m512)grads[1], (__m512)grads[0]);
     store(s_.weight_pairs + r / 2 * stride_ + j, (Vec<Operand>)_mm512_permutexvar_epi16((__m512i)words, p));
     store(s_.grad_pairs + r / 2 * stride_ + j, (Vec<Operand>)_mm512_permutexvar_epi16((__m512i)words, g));
-    Operand* rows = s_.grad_rows + r * stride_ / 2;
+    Operand* row = s_.grad_rows + r * s_.left_stride + j / 2;
     const __m256i low = _mm512_castsi512_si256(g), high = _mm512_extracti64x4_epi64(g, 1);
-    memcpy(rows + j / 2, &low, sizeof(low));
-    memcpy(rows + (stride_ + j) / 2, &high, sizeof(high));
+    memcpy(row, &low, sizeof(low));
+    memcpy(row + s_.left_stride, &high, sizeof(high));
   }
 #elif defined(ATTN_EXT_HAS_PAIRS)
   if constexpr (S::kPaired) {
@@ -120,9 +120,9 @@ ATTN_EXT_INLINE void FewKeysUnit<S>::store_pairs([[maybe_unused]] int64_t r, [[m
     const uint16x8_t next_p = vextq_u16(p, p, 4), next_g = vextq_u16(g, g, 4);
     store(s_.weight_pairs + r / 2 * stride_ + j, (Vec<Operand>)vzip1q_u16(p, next_p));
     store(s_.grad_pairs + r / 2 * stride_ + j, (Vec<Operand>)vzip1q_u16(g, next_g));
-    Operand* rows = s_.grad_rows + r * stride_ / 2;
-    memcpy(rows + j / 2, &g, sizeof(g) / 2);
-    memcpy(rows + (stride_ + j) / 2, &next_g, sizeof(next_g) / 2);
+    Operand* row = s_.grad_rows + r * s_.left_stride + j / 2;
+    memcpy(row, &g, sizeof(g) / 2);
+    memcpy(row + s_.left_stride, &next_g, sizeof(next_g) / 2);
   }
 #endif
 }

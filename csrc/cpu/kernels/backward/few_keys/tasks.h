@@ -39,6 +39,7 @@ struct FewKeys {
  private:
   static void run_chain(const BackwardParams& params, const ChainsPlan& chains, int64_t chain, T* grad_mask,
                         void* scratch) {
+    [[maybe_unused]] const TaskOf<typename S::Product> in_task;
     const int64_t group = group_size(params.shape);
     Arena arena{static_cast<char*>(scratch), 0};
     const FewKeysScratch<S> s = take_few_keys_scratch<S>(arena, params);

@@ -20,7 +20,7 @@
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
 constexpr int64_t kFewKeysScores = 8192;  // of a block
-constexpr int64_t kFewKeysRows = 16 * kTileRows;
+constexpr int64_t kFewKeysRows = 96;
 constexpr int64_t kFewKeysBand = 16;  // rows that are finished together
 constexpr int64_t kPlainVectors = 8;  // of a row that has code of its own for its length
 
@@ -37,9 +37,10 @@ struct FewKeysScratch {
   T *cap_slope, *keep;                               // (stride): of a row
   Operand *weight_pairs,
       *grad_pairs;     // (pairs of rows, stride), paired only: left operands along the columns
-  Operand* grad_rows;  // (rows, stride / 2), paired only: dS as a left operand
+  Operand* grad_rows;  // (rows, left_stride), paired only: dS as a left operand
+  Operand *weight_columns, *grad_columns;  // (stride, rows / 2), the pairs turned around: outside of registers only
   T *grad_query, *grad_key, *grad_value;
-  int64_t block_rows, stride;
+  int64_t block_rows, stride, left_stride;
 };
 
 template <typename S>
@@ -51,10 +52,11 @@ FewKeysScratch<S> take_few_keys_scratch(Arena& arena, const BackwardParams& para
   const int64_t value_dim = padded_dim<S>(shape.value_dim);
   FewKeysScratch<S> s{};
   s.stride = padded_dim<S>(keys);
-  // Blocks of nearly equal size, in whole tiles.
-  const int64_t most =
-      larger(kTileRows, smaller(kFewKeysRows, round_down(kFewKeysScores / s.stride, kTileRows)));
-  s.block_rows = round_up(ceil_div(shape.query_len, larger(1, ceil_div(shape.query_len, most))), kTileRows);
+  s.left_stride = round_up(keys, S::kSpan) / S::kDepth;
+  // Blocks of nearly equal size, in whole tiles, and whole steps of a product along them.
+  const int64_t unit = S::Product::kInRegisters ? S::kTileRows : S::kSpan;
+  const int64_t most = larger(unit, smaller(kFewKeysRows, round_down(kFewKeysScores / s.stride, unit)));
+  s.block_rows = round_up(ceil_div(shape.query_len, larger(1, ceil_div(shape.query_len, most))), unit);
   const int64_t rows = s.block_rows;
   const int64_t columns = round_up(keys, panel_width_of<S>(keys));
   s.key_columns = take<Operand>(arena, columns * depth_of<typename S::Product>(shape.head_dim));
@@ -74,7 +76,11 @@ FewKeysScratch<S> take_few_keys_scratch(Arena& arena, const BackwardParams& para
   if constexpr (S::kPaired) {
     s.weight_pairs = take<Operand>(arena, rows / 2 * s.stride);
     s.grad_pairs = take<Operand>(arena, rows / 2 * s.stride);
-    s.grad_rows = take<Operand>(arena, rows * s.stride / 2);
+    s.grad_rows = take<Operand>(arena, rows * s.left_stride);
+  }
+  if constexpr (!S::Product::kInRegisters) {
+    s.weight_columns = take<Operand>(arena, rows / 2 * s.stride);
+    s.grad_columns = take<Operand>(arena, rows / 2 * s.stride);
   }
   s.grad_query = take<T>(arena, rows * dim);
   s.grad_key = take<T>(arena, keys * dim);
@@ -128,6 +134,16 @@ class FewKeysUnit {
     return {out, width, depth * width};
   }
   void add_rows(int64_t first, int64_t count);
+  // Zeros up to a whole step along the depth: behind the keys of dS, and behind the last pair of rows.
+  void clear_ends(int64_t count) const {
+    const int64_t written = stride_ / S::kDepth;
+    for (int64_t r = 0; r < count && written < depth_of<Product>(keys_); ++r) {
+      fill_span(s_.grad_rows + r * s_.left_stride, written, depth_of<Product>(keys_), Operand{0});
+    }
+    for (Operand* pairs : {s_.weight_pairs, s_.grad_pairs}) {
+      fill_span(pairs, ceil_div(count, S::kDepth) * stride_, depth_of<Product>(count) * stride_, Operand{0});
+    }
+  }
   void store_grad_query(int64_t first, int64_t count);
   bool is_seen(int64_t row, int64_t key) const {
     return sees_key<Element>(params_.rule, params_.shape.key_len, unit_.batch, head_, row, key);
@@ -263,15 +279,23 @@ void FewKeysUnit<S>::add_key_side(int64_t count, Operands<Operand> query, Operan
     weights = s_.scores;
     grads = s_.grads;
   }
-  const auto add = [&](const Operand* left, Operands<Operand> right, int64_t dim, T* out) {
+  const auto add = [&](const Operand* left, Operand* columns, Operands<Operand> right, int64_t dim, T* out) {
     MultiplyArgs<Product> args = product_args(keys_, dim, depth_of<Product>(count), right, out);
-    args.left = left;
-    args.left_stride = 1;
-    args.left_step = stride_;
+    if constexpr (Product::kInRegisters) {
+      args.left = left;
+      args.left_stride = 1;
+      args.left_step = stride_;
+    } else {
+      transpose_operands<Product>(left, stride_, args.depth, stride_, columns, s_.block_rows / 2);
+      args.left = columns;
+      args.left_stride = s_.block_rows / 2;
+    }
     multiply<Product, Carry>(args);
   };
-  if (params_.grad_value.data != nullptr && has_grad_) add(weights, grad, shape.value_dim, s_.grad_value);
-  if (params_.grad_key.data != nullptr) add(grads, query, shape.head_dim, s_.grad_key);
+  if (params_.grad_value.data != nullptr && has_grad_) {
+    add(weights, s_.weight_columns, grad, shape.value_dim, s_.grad_value);
+  }
+  if (params_.grad_key.data != nullptr) add(grads, s_.grad_columns, query, shape.head_dim, s_.grad_key);
 }
 
 template <typename S>
@@ -280,7 +304,7 @@ void FewKeysUnit<S>::store_grad_query(int64_t first, int64_t count) {
   MultiplyArgs<Product> args = product_args(count, dim, depth_of<Product>(keys_), key_rows_, s_.grad_query);
   args.left = s_.grad_rows;
   if constexpr (std::is_same_v<Operand, T>) args.left = s_.grads;
-  args.left_stride = stride_ / S::kDepth;
+  args.left_stride = std::is_same_v<Operand, T> ? stride_ : s_.left_stride;
   multiply<Product, false>(args);
   if (bad_keys_) add_bad_keys(first, count);
   for (int64_t r = 0; r < count; ++r) {
@@ -304,6 +328,7 @@ void FewKeysUnit<S>::add_rows(int64_t first, int64_t count) {
   if (has_grad_ && wants_grads_) multiply_rows(grad, s_.grad_left, value_columns_, s_.grads);
   may_have_bad_grads_ = !wants_grads_;  // nothing else would tell
   finish_rows(first, count);
+  if constexpr (!Product::kInRegisters) clear_ends(count);
   if (params_.grad_query.data != nullptr) store_grad_query(first, count);
   Matrix<Element> finite_grad = grad;
   if (grad_value && may_have_bad_grads_) finite_grad = finite_only(grad, s_.finite_grad);

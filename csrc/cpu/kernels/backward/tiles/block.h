@@ -13,12 +13,15 @@
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
-constexpr int64_t kCellRows = 4 * kTileRows;
+// A cell of keys is as many tiles as stay in the nearest cache; in whole multiples of what a product takes along
+// the depth.
+template <typename S>
+constexpr int64_t kCellRows = S::kSpan < 32 ? 4 * S::kTileRows : 2 * S::kTileRows;
 // With a mask to be turned around, whole cache lines of it and whole squares of lanes.
-constexpr int64_t kMaskCellRows = 48;
+template <typename S>
+constexpr int64_t kMaskCellRows = S::kSpan < 32 ? 48 : 64;
 constexpr int64_t kMaxBackwardKeys = 512;
 constexpr int64_t kMaxBackwardQueries = 512;
-constexpr int64_t kMaxCells = kMaxBackwardKeys / kCellRows + 1;
 constexpr int64_t kMaxPanels = kMaxBackwardQueries / 4;
 
 template <typename S>
@@ -45,11 +48,11 @@ KeyQueryScratch<S> take_key_query_scratch(Arena& arena, const BackwardParams& pa
   using T = typename S::Accum;
   using Operand = typename S::Operand;
   KeyQueryScratch<S> s{};
-  const int64_t cell = (larger(kCellRows, kMaskCellRows) + S::kLane) * S::kPanel;
+  const int64_t cell = (larger(kCellRows<S>, kMaskCellRows<S>) + S::kLane) * S::kPanel;
   const int64_t padded = queries + S::kLane * S::kDepth;  // off the powers of two that share cache sets
   s.operand_stride = padded / S::kDepth;
-  s.weights_left = take<Operand>(arena, (keys + kCellRows) * s.operand_stride);
-  s.grads_left = take<Operand>(arena, (keys + kCellRows) * s.operand_stride);
+  s.weights_left = take<Operand>(arena, (keys + kCellRows<S>) * s.operand_stride);
+  s.grads_left = take<Operand>(arena, (keys + kCellRows<S>) * s.operand_stride);
   if constexpr (S::kPaired) {
     s.score_stride = S::kPanel;
     s.scores = take<T>(arena, cell);
@@ -102,8 +105,10 @@ class KeyQueryBlock {
   void add_to_rows(Pass pass, int64_t head, Range rows, const QueryPack<S>& pack);
 
  private:
+  static constexpr int64_t kMaxCells = kMaxBackwardKeys / kCellRows<S> + 1;
+
   int64_t cell_rows(int64_t cell) const { return smaller(cell_size_, key_count_ - cell); }
-  int64_t tile_rows(int64_t tile) const { return smaller(kTileRows, key_count_ - tile); }
+  int64_t tile_rows(int64_t tile) const { return smaller(S::kTileRows, key_count_ - tile); }
   int64_t panel_width(int64_t panel) const { return smaller(S::kPanel, padded_queries_ - panel); }
   int64_t cell_offset(int64_t cell, int64_t panel, int64_t r) const {
     return S::kPaired ? (r - cell) * S::kPanel : r * s_.score_stride + panel;
@@ -121,7 +126,7 @@ class KeyQueryBlock {
   uint8_t& live(int64_t cell, int64_t panel) { return live_[cell / cell_size_][panel / S::kPanel]; }
   // Columns of a panel that some key of the tile is seen by, from the panel's first on.
   Range panel_span(int64_t tile, int64_t panel) const {
-    Range span = intersect(tile_span_[tile / kTileRows], {panel, panel + panel_width(panel)});
+    Range span = intersect(tile_span_[tile / S::kTileRows], {panel, panel + panel_width(panel)});
     return {span.begin - panel, span.end - panel};
   }
 
@@ -162,6 +167,7 @@ class KeyQueryBlock {
   void make_pairs(int64_t panel, int64_t r, int64_t i, int keys, int vectors, Make make);
   template <typename Make>
   void make_pairs_of_cell(int64_t cell, int64_t panel, Make make);
+  void clear_last_pairs(int64_t panel) const;
   void sum_delta(int64_t cell, int64_t panel);
   void sum_rows(int64_t cell, int64_t panel);
 
@@ -201,8 +207,8 @@ class KeyQueryBlock {
   bool partial_ = false;              // of the cell being worked on: something in it is not visible
   int64_t keep_first_ = 0;            // key of the first row of `keep`
   Range row_span_[kMaxBackwardKeys];  // queries, from the block's first on, that see the key; the mask apart
-  Range tile_span_[kMaxBackwardKeys / kTileRows + 1];  // hull of the rows', in whole vectors
-  Range cell_common_[kMaxCells];                       // queries that see every key of the cell
+  Range tile_span_[kMaxBackwardKeys / S::kTileRows + 1];  // hull of the rows', in whole vectors
+  Range cell_common_[kMaxCells];                          // queries that see every key of the cell
   uint8_t live_[kMaxCells][kMaxPanels];
 };
 
@@ -217,7 +223,7 @@ KeyQueryBlock<S>::KeyQueryBlock(const BackwardParams& params, const TilesPlan& p
                    params.grad_mask.data != nullptr),
       full_(params.dropout.enabled || params.rule.softcap > 0 || params.grad_weights.data != nullptr ||
             params.grad_key_mass.data != nullptr || params.grad_output.data == nullptr),
-      cell_size_(params.rule.mask_kind == ScalarKind::kNone ? kCellRows : kMaskCellRows) {}
+      cell_size_(params.rule.mask_kind == ScalarKind::kNone ? kCellRows<S> : kMaskCellRows<S>) {}
 
 template <typename S>
 void KeyQueryBlock<S>::add_queries(int64_t head, Range rows, const QueryPack<S>& pack) {
@@ -227,6 +233,7 @@ void KeyQueryBlock<S>::add_queries(int64_t head, Range rows, const QueryPack<S>&
     for (int64_t cell = 0; cell < key_count_; cell += cell_size_) {
       if (live(cell, panel)) run_cell(cell, panel);
     }
+    if constexpr (S::kDepthStep > 1) clear_last_pairs(panel);
   }
   if (params_.grad_value.data != nullptr && params_.grad_output.data != nullptr) {
     add_key_side(s_.weights_left, *queries_.grad_rows, params_.shape.value_dim, grad_value_);

@@ -40,10 +40,10 @@ void KeyQueryBlock<S>::run_cell(int64_t cell, int64_t panel) {
 template <typename S>
 void KeyQueryBlock<S>::multiply_cell(int64_t cell, int64_t panel, const Operands<Operand>& left,
                                      const Operand* right, int64_t dim, T* out, RowsAhead ahead) {
-  for (int64_t tile = cell; tile < cell + cell_rows(cell); tile += kTileRows) {
+  for (int64_t tile = cell; tile < cell + cell_rows(cell); tile += S::kTileRows) {
     const Range span = panel_span(tile, panel);
     if (is_empty(span)) continue;
-    prefetch_some(ahead, ceil_div(S::kPanel, cell_size_ / kTileRows));
+    prefetch_some(ahead, ceil_div(S::kPanel, cell_size_ / S::kTileRows));
     TileArgs<Product> args{};
     args.depth = depth_of<Product>(dim);
     args.left = left.data + tile * left.row_stride;
@@ -69,7 +69,7 @@ inline void add_bias_span(T* scores, const T* bias, int64_t begin, int64_t end, 
 template <typename S>
 void KeyQueryBlock<S>::finish_cell_scores(int64_t cell, int64_t panel) {
   for (int64_t r = cell; r < cell + cell_rows(cell); ++r) {
-    const Range computed = panel_span(round_down(r, kTileRows), panel);
+    const Range computed = panel_span(round_down(r, S::kTileRows), panel);
     if (is_empty(computed)) continue;
     T* row = score_row(cell, panel, r);
     T* slope = units_.capped ? s_.cap_slope + (r - cell) * S::kPanel : nullptr;
@@ -87,7 +87,7 @@ void KeyQueryBlock<S>::finish_cell_scores(int64_t cell, int64_t panel) {
 template <typename S>
 void KeyQueryBlock<S>::keep_seen_of_cell(int64_t cell, int64_t panel) const {
   for (int64_t r = cell; r < cell + cell_rows(cell); ++r) {
-    const Range span = panel_span(round_down(r, kTileRows), panel);
+    const Range span = panel_span(round_down(r, S::kTileRows), panel);
     if (!is_empty(span)) {
       keep_seen(params_.rule, score_row(cell, panel, r) + span.begin, span.end - span.begin);
     }
@@ -136,7 +136,7 @@ void KeyQueryBlock<S>::full_row(int64_t cell, int64_t panel, int64_t r, Range co
 template <typename S>
 void KeyQueryBlock<S>::finish_weights(int64_t cell, int64_t panel) {
   for (int64_t r = cell; r < cell + cell_rows(cell); ++r) {
-    const Range span = panel_span(round_down(r, kTileRows), panel);
+    const Range span = panel_span(round_down(r, S::kTileRows), panel);
     if (is_empty(span)) continue;
     if (special_) {
       full_row(cell, panel, r, span);
@@ -152,7 +152,7 @@ void KeyQueryBlock<S>::finish_weights(int64_t cell, int64_t panel) {
 template <typename S>
 void KeyQueryBlock<S>::clear_outside(int64_t cell, int64_t panel) {
   for (int64_t r = cell; r < cell + cell_rows(cell); ++r) {
-    Range span = panel_span(round_down(r, kTileRows), panel);
+    Range span = panel_span(round_down(r, S::kTileRows), panel);
     if (is_empty(span)) span = {0, 0};
     if (span.begin == 0 && span.end == panel_width(panel)) continue;
     T* rows[2] = {score_row(cell, panel, r), grad_row(cell, panel, r)};
@@ -169,7 +169,7 @@ void KeyQueryBlock<S>::finish_side_grads(int64_t cell, int64_t panel) {
   if (grad_mask_ != nullptr) add_mask_grads(cell, panel);
   if (params_.rule.softcap == 0) return;
   for (int64_t r = cell; r < cell + cell_rows(cell); ++r) {
-    const Range span = panel_span(round_down(r, kTileRows), panel);
+    const Range span = panel_span(round_down(r, S::kTileRows), panel);
     T* grads = grad_row(cell, panel, r);
     const T* slope = s_.cap_slope + (r - cell) * S::kPanel;
     multiply_by_slope(grads, slope, span.begin, span.end);
@@ -262,11 +262,21 @@ void KeyQueryBlock<S>::plain_paired_cell(int64_t cell, int64_t panel) {
   make_pairs_of_cell(cell, panel, make);
 }
 
+// dS of the keys past the last one, up to a whole step along the depth of dQ.
+template <typename S>
+void KeyQueryBlock<S>::clear_last_pairs(int64_t panel) const {
+  const int64_t depth = depth_of<Product>(plan_.block_keys);
+  Operand* right = s_.grads_right + panel / S::kPanel * depth * S::kPanel;
+  for (int64_t k = ceil_div(key_count_, S::kDepth); k < depth_of<Product>(key_count_); ++k) {
+    memset(right + k * S::kPanel, 0, S::kPanel * sizeof(Operand));
+  }
+}
+
 template <typename S>
 void KeyQueryBlock<S>::sum_delta(int64_t cell, int64_t panel) {
   T* delta = queries_.terms.delta + panel;
   for (int64_t r = cell; r < cell + cell_rows(cell); ++r) {
-    const Range span = panel_span(round_down(r, kTileRows), panel);
+    const Range span = panel_span(round_down(r, S::kTileRows), panel);
     const T* grads = grad_row(cell, panel, r);
     for (int64_t i = span.begin; i < span.end; i += S::kLane)
       store(delta + i, load(delta + i) + load(grads + i));
@@ -279,7 +289,7 @@ void KeyQueryBlock<S>::sum_rows(int64_t cell, int64_t panel) {
   T* top = queries_.terms.row_max + panel;
   T* sum = queries_.terms.row_sum + panel;
   for (int64_t r = cell; r < cell + cell_rows(cell); ++r) {
-    const Range span = panel_span(round_down(r, kTileRows), panel);
+    const Range span = panel_span(round_down(r, S::kTileRows), panel);
     const T* scores = score_row(cell, panel, r);
     for (int64_t i = span.begin; i < span.end; i += S::kLane) {
       if (pass_ == Pass::kRowMax) {

@@ -5,6 +5,7 @@
 //   dV  += P^T dO     left the block,  right grad_rows
 //   dK  += dS^T Q     left the block,  right query_rows
 //   dQ^T += K^T dS^T  left key_depth,  right the block
+// key_depth lies along the keys, for products whose left operand has to lie along the depth; else along D.
 #pragma once
 
 #include "../../interface/backward.h"
@@ -36,7 +37,8 @@ struct KeyPack {
   using Operand = typename S::Operand;
   Operands<Operand>* key_rows;    // (keys, depth of D)
   Operands<Operand>* value_rows;  // (keys, depth of Dv)
-  Operands<Operand>* key_depth;   // (depth of keys, D); 0 for NaN and Inf, centred where keys_centre
+  Operands<Operand>* key_depth;   // (depth of keys, D), or (D, depth of keys) outside of registers; 0 for NaN
+                                  // and Inf, centred where keys_centre
   typename S::Accum* centre;      // (padded D)
   int64_t* has_bad_keys;          // NaN or Inf
   int64_t* has_bad_values;
@@ -82,7 +84,7 @@ template <typename S>
 void pack_query_columns(const Matrix<typename S::Element>& m, typename S::Operand* columns) {
   const int64_t depth = depth_of<typename S::Product>(m.columns);
   for (int64_t first = 0; first < m.rows; first += S::kPanel) {
-    const int64_t width = smaller(S::kPanel, round_up(m.rows, S::kLane) - first);
+    const int64_t width = smaller(S::kPanel, round_up(m.rows, S::kSpan) - first);
     pack_column_panel<typename S::Product>(m, first, width, columns + first * depth);
   }
 }
@@ -110,7 +112,7 @@ void pack_query_block(const BackwardParams& params, const TilesPlan& plan, const
   using Element = typename S::Element;
   using T = typename S::Accum;
   const AttentionShape& shape = params.shape;
-  const int64_t count = rows.end - rows.begin, queries = round_up(count, S::kLane);
+  const int64_t count = rows.end - rows.begin, queries = round_up(count, S::kSpan);
   *pack.has_bad_grads = 0;
   set_row_terms<S>(params, pack.terms, batch, head, rows, queries, exact_delta);
   const Matrix<Element> query =
@@ -140,8 +142,13 @@ Operands<typename S::Operand> key_depth_rows(const KeyPack<S>& pack, const Matri
   if (!S::kPaired && !centred && *pack.has_bad_keys == 0) return *pack.key_rows;
   const int64_t width = padded_dim<S>(key.columns);
   typename S::Operand* out = pack.key_depth_buffer;
-  pack_row_panels<Product>(*pack.has_bad_keys == 0 ? key : finite_only(key, cleaned),
-                           depth_of<Product>(key.rows), width, out, 0);
+  const Matrix<typename S::Element> finite = *pack.has_bad_keys == 0 ? key : finite_only(key, cleaned);
+  if constexpr (!Product::kInRegisters) {
+    const int64_t stride = depth_of<Product>(key.rows);
+    pack_columns_as_rows<Product>(finite, out, stride);
+    return {out, stride, 0};
+  }
+  pack_row_panels<Product>(finite, depth_of<Product>(key.rows), width, out, 0);
   if constexpr (!S::kPaired) {
     for (int64_t i = 0; centred && i < key.rows * width; i += S::kLane) {
       store(out + i, load(out + i) - load(pack.centre + i % width));

@@ -44,11 +44,11 @@ int64_t Tiles<S>::tasks(const BackwardPlan& plan, int64_t round) {
 template <typename S>
 void Tiles<S>::plan_blocks(const AttentionShape& shape, TilesPlan& plan) {
   const int64_t most_queries = round_down(smaller(kBackwardQueries, kMaxBackwardQueries), S::kPanel);
-  plan.key_blocks = ceil_div(shape.key_len, kBackwardKeys);
+  plan.key_blocks = ceil_div(shape.key_len, kBackwardKeys<S>);
   plan.query_blocks = ceil_div(shape.query_len, most_queries);
-  plan.block_keys = round_up(ceil_div(shape.key_len, larger(1, plan.key_blocks)), kCellRows);
+  plan.block_keys = round_up(ceil_div(shape.key_len, larger(1, plan.key_blocks)), kCellRows<S>);
   plan.block_queries = round_up(ceil_div(shape.query_len, larger(1, plan.query_blocks)),
-                                plan.query_blocks > 1 ? S::kPanel : S::kLane);
+                                plan.query_blocks > 1 ? S::kPanel : S::kSpan);
   plan.key_blocks = shape.key_len > 0 ? ceil_div(shape.key_len, plan.block_keys) : 0;
   plan.query_blocks = shape.query_len > 0 ? ceil_div(shape.query_len, plan.block_queries) : 0;
 }

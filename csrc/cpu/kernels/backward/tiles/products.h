@@ -14,13 +14,13 @@ void KeyQueryBlock<S>::add_key_side(const Operand* left, const Operands<Operand>
   const int64_t out_stride = padded_dim<S>(dim);
   for (int64_t column = 0; column < out_stride; column += width) {
     const int64_t columns = round_up(smaller(width, dim - column), kColumnStep<T>);
-    for (int64_t tile = 0; tile < key_count_; tile += kTileRows) {
+    for (int64_t tile = 0; tile < key_count_; tile += S::kTileRows) {
       const int64_t cell = round_down(tile, cell_size_);
-      const TileFunction<Product> product = tile_function<Product, true>(tile_rows(tile), columns);
+      const auto product = tile_function<Product, true>(tile_rows(tile), columns);
       for (int64_t panel = 0; panel < padded_queries_;) {
         int64_t end = panel;
         while (end < padded_queries_ && live(cell, end)) end += S::kPanel;
-        const Range run = intersect(tile_span_[tile / kTileRows], {panel, smaller(end, query_count_)});
+        const Range run = intersect(tile_span_[tile / S::kTileRows], {panel, smaller(end, query_count_)});
         panel = end + S::kPanel;
         if (is_empty(run)) continue;
         TileArgs<Product> args{};
@@ -54,16 +54,16 @@ void KeyQueryBlock<S>::add_grad_query() {
       if (is_empty(run)) continue;
       TileArgs<Product> args{};
       args.depth = run.end - run.begin;
-      args.left_stride = 1;
-      args.left_step = left.row_stride;
+      args.left_stride = Product::kInRegisters ? 1 : left.row_stride;
+      args.left_step = Product::kInRegisters ? left.row_stride : 1;
       args.right_stride = S::kPaired ? S::kPanel : s_.operand_stride;
       args.right = S::kPaired ? s_.grads_right + (panel / S::kPanel * block_depth + run.begin) * S::kPanel
                               : s_.grads_left + run.begin * s_.operand_stride + panel;
       args.out_stride = width;
-      for (int64_t d = 0; d < dim; d += kTileRows) {
-        args.left = left.data + run.begin * left.row_stride + d;
+      for (int64_t d = 0; d < dim; d += S::kTileRows) {
+        args.left = left.data + run.begin * args.left_step + d * args.left_stride;
         args.out = queries_.grad_query + panel * dim + d * width;
-        tile_function<Product, true>(smaller(kTileRows, dim - d), width)(args);
+        tile_function<Product, true>(smaller(S::kTileRows, dim - d), width)(args);
       }
     }
   }

@@ -38,7 +38,7 @@ void Tiles<S>::store_query_block_as(Unit unit, int64_t group_head, int64_t block
   const Vec<T> scale = broadcast(static_cast<T>(params_.rule.scale));
   for (int64_t q = 0; q < count; q += S::kLane) {
     const int64_t panel = round_down(q, S::kPanel);
-    const int64_t width = smaller(S::kPanel, round_up(count, S::kLane) - panel);
+    const int64_t width = smaller(S::kPanel, round_up(count, S::kSpan) - panel);
     Out* row = row_pointer<Out>(params_.grad_query, unit.batch, head_of(unit, group_head), rows.begin + q);
     for (int64_t d = 0; d < dim; d += S::kLane) {
       const T* from = sums + panel * dim + d * width + q - panel;

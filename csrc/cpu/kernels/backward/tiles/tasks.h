@@ -8,7 +8,8 @@
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
-constexpr int64_t kBackwardKeys = 216;  // of a block, at most
+template <typename S>
+constexpr int64_t kBackwardKeys = S::kSpan < 32 ? 216 : 256;  // of a block, at most
 constexpr int64_t kBackwardQueries = 256;
 constexpr int64_t kSegmentLength = 256;  // at least so many keys and queries
 
@@ -19,6 +20,7 @@ class Tiles {
   static int64_t tasks(const BackwardPlan& plan, int64_t round);
   static void run(const BackwardParams& params, const BackwardPlan& plan, int64_t round, int64_t task,
                   void* shared, void* scratch) {
+    [[maybe_unused]] const TaskOf<typename S::Product> in_task;
     Tiles<S> call(params, plan, shared, scratch);
     if (round == 0) return call.prepare(task);
     if (round == 1) return call.prepare_rows(task);

@@ -12,7 +12,7 @@ template <typename S, typename M, typename Convert>
 void load_transposed(const Matrix<M>& m, int64_t keys, typename S::Accum* out, Convert convert) {
   using T = typename S::Accum;
   for (int64_t k = 0; k < keys; k += S::kLane) {
-    for (int64_t q = 0; q < m.rows; q += S::kLane) {
+    for (int64_t q = 0; q < round_up(m.rows, S::kSpan); q += S::kLane) {
       M block[kLanes<T> * kLanes<T>];
       const M* from = m.data + q * m.row_stride + k * m.column_stride;
       int64_t stride = m.row_stride;
@@ -46,14 +46,14 @@ bool KeyQueryBlock<S>::set_block(int64_t head, Range rows, const QueryPack<S>& p
   head_ = head;
   query_first_ = first;
   query_count_ = count;
-  padded_queries_ = round_up(count, S::kLane);
+  padded_queries_ = round_up(count, S::kSpan);
   queries_ = pack;
   // What a bool mask says of all keys of a query or of all queries of a key is in lse and in the rows' spans.
   mask_by_key_ =
       rule.mask_kind != ScalarKind::kNone &&
       (rule.mask_kind != ScalarKind::kBool || (rule.mask.row_stride != 0 && rule.mask.column_stride != 0));
   select_all_ = *pack.terms.has_dead_rows != 0 || *keys_.has_bad_values != 0 || *keys_.has_bad_keys != 0;
-  for (int64_t tile = 0; tile < key_count_; tile += kTileRows) {
+  for (int64_t tile = 0; tile < key_count_; tile += S::kTileRows) {
     Range& common = cell_common_[tile / cell_size_];
     if (tile % cell_size_ == 0) common = {0, count};
     Range hull{count, 0};
@@ -65,7 +65,7 @@ bool KeyQueryBlock<S>::set_block(int64_t head, Range rows, const QueryPack<S>& p
       common = intersect(common, span);
       if (!is_empty(span)) hull = {smaller(hull.begin, span.begin), larger(hull.end, span.end)};
     }
-    tile_span_[tile / kTileRows] = is_empty(hull) ? Range{0, 0} : in_vectors<T>(hull);
+    tile_span_[tile / S::kTileRows] = is_empty(hull) ? Range{0, 0} : in_steps<S::kSpan>(hull);
   }
   bool any = false;
   for (int64_t cell = 0; cell < key_count_; cell += cell_size_) {
@@ -80,7 +80,7 @@ bool KeyQueryBlock<S>::set_block(int64_t head, Range rows, const QueryPack<S>& p
 template <typename S>
 bool KeyQueryBlock<S>::cell_is_live(int64_t cell, int64_t panel) const {
   bool seen = false;
-  for (int64_t tile = cell; tile < cell + cell_rows(cell); tile += kTileRows) {
+  for (int64_t tile = cell; tile < cell + cell_rows(cell); tile += S::kTileRows) {
     seen |= !is_empty(panel_span(tile, panel));
   }
   if (!seen || !mask_by_key_) return seen;
