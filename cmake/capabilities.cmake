@@ -8,12 +8,17 @@
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$")
   set(baseline -march=x86-64 -mno-sse3 -mno-popcnt -mno-bmi -mno-bmi2 -mno-lzcnt -mno-movbe)
 elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64)$")
-  set(baseline -march=armv8-a)
+  set(baseline -march=armv8-a)  # NEON too, as far as compilers make it of plain vectors
 else()
   set(baseline)
 endif()
 set(avx2 ${baseline} -mavx2 -mfma -mf16c -mpopcnt)
 set(avx512 ${avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512cd)
+set(avx512_bf16 ${avx512} -mavx512bf16)
+set(amx ${avx512_bf16} -DATTN_EXT_AMX)
+
+set(neon ${baseline} -DATTN_EXT_NEON)
+set(neon_bf16 -march=armv8.2-a+bf16 -DATTN_EXT_NEON)
 
 set(ATTN_EXT_KERNEL_SETS "" CACHE STRING "Of the instruction sets, those to build; empty: all")
 
@@ -22,13 +27,15 @@ set(ATTN_EXT_KERNEL_SETS "" CACHE STRING "Of the instruction sets, those to buil
 # Baseline comes first, so that the linker takes an inline function's plain copy where several sets emit it.
 macro(attn_ext_add_kernels target)
   #                                 name          processors       compiler flags
-  attn_ext_add_capability(${target} baseline      ".*"             "${baseline}"             ${ARGN})
-  attn_ext_add_capability(${target} avx2          "x86_64|AMD64"   "${avx2}"                 ${ARGN})
-  attn_ext_add_capability(${target} avx512        "x86_64|AMD64"   "${avx512}"               ${ARGN})
-  attn_ext_add_capability(${target} avx512_bf16   "x86_64|AMD64"   "${avx512};-mavx512bf16"  ${ARGN})
+  attn_ext_add_capability(${target} baseline      ".*"             "${baseline}"      ${ARGN})
+  attn_ext_add_capability(${target} avx2          "x86_64|AMD64"   "${avx2}"          ${ARGN})
+  attn_ext_add_capability(${target} avx512        "x86_64|AMD64"   "${avx512}"        ${ARGN})
+  attn_ext_add_capability(${target} avx512_bf16   "x86_64|AMD64"   "${avx512_bf16}"   ${ARGN})
   if(NOT ATTN_EXT_KERNEL_SETS OR "avx512" IN_LIST ATTN_EXT_KERNEL_SETS)  # some of its ways are those of avx512
-    attn_ext_add_capability(${target} amx         "x86_64|AMD64"   "${avx512};-mavx512bf16;-DATTN_EXT_AMX"  ${ARGN})
+    attn_ext_add_capability(${target} amx         "x86_64|AMD64"   "${amx}"            ${ARGN})
   endif()
+  attn_ext_add_capability(${target} neon          "aarch64|arm64"  "${neon}"          ${ARGN})
+  attn_ext_add_capability(${target} neon_bf16     "aarch64|arm64"  "${neon_bf16}"     ${ARGN})
 endmacro()
 
 function(attn_ext_add_capability target name processors flags)

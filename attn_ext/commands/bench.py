@@ -28,6 +28,8 @@ ATEN_CAPABILITIES = {
     "avx512": "avx512",
     "avx512_bf16": "avx512",
     "amx": "avx512",
+    "neon": "default",
+    "neon_bf16": "default",
 }
 CAPABILITY_VARIABLE = "ATTN_EXT_CPU_CAPABILITY"
 PEERS = [c.name for c in peers.CONTENDERS if c.name not in (peers.OURS, peers.BASELINE)]

@@ -18,6 +18,7 @@
 #include <thread>
 #include <vector>
 
+#include "../cpu/arm_cpu.h"
 #include "../cpu/kernels/interface/matrix_unit.h"
 
 namespace {
@@ -147,6 +148,58 @@ Loop choose_loop(std::string_view capability, bool bfloat16) {
     return {avx2_loop, 12 * 8 * 2};
   }
   return kPlain;
+}
+
+#elif defined(__aarch64__)
+
+/// As plain_loop, and as many sums as registers hold: four units of four cycles each are to be had.
+float neon_loop(int64_t rounds) {
+  const Vector4 factor = Vector4{} + kFactor, term = Vector4{} + kTerm;
+  Vector4 sums[24];
+  for (int i = 0; i < 24; ++i) {
+    sums[i] = Vector4{} + static_cast<float>(i);
+  }
+  for (int64_t round = 0; round < rounds; ++round) {
+#pragma GCC unroll 24
+    for (Vector4& sum : sums) {
+      __asm__("fmla %0.4s, %1.4s, %2.4s" : "+w"(sum) : "w"(factor), "w"(term));
+    }
+  }
+  for (int i = 1; i < 24; ++i) {
+    sums[0] += sums[i];
+  }
+  return sums[0][0];
+}
+
+#if defined(__clang__)
+#define ATTN_EXT_TARGET_BF16 __attribute__((target("bf16")))
+#else
+#define ATTN_EXT_TARGET_BF16 __attribute__((target("+bf16")))
+#endif
+
+/// The same of pairs of bfloat16, all of them zero.
+ATTN_EXT_TARGET_BF16 float bfloat16_loop(int64_t rounds) {
+  const Vector4 factor = {};
+  Vector4 sums[24] = {};
+  for (int64_t round = 0; round < rounds; ++round) {
+#pragma GCC unroll 24
+    for (Vector4& sum : sums) {
+      __asm__("bfdot %0.4s, %1.8h, %1.8h" : "+w"(sum) : "w"(factor));
+    }
+  }
+  for (int i = 1; i < 24; ++i) {
+    sums[0] += sums[i];
+  }
+  return sums[0][0];
+}
+
+Loop choose_loop(std::string_view capability, bool bfloat16) {
+  const bool any = capability == "aten";
+  const bool has_bfloat16 = attn_ext::cpu::arm_cpu_has(2, 14, "arm.FEAT_BF16");
+  if (bfloat16 && (capability == "neon_bf16" || (any && has_bfloat16))) {
+    return {bfloat16_loop, 24 * 8 * 2};
+  }
+  return capability == "baseline" ? kPlain : Loop{neon_loop, 24 * 4 * 2};
 }
 
 #else

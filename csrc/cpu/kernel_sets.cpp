@@ -9,6 +9,8 @@
 #include <cpuid.h>
 #endif
 
+#include "arm_cpu.h"
+
 namespace attn_ext::cpu {
 
 namespace {
@@ -18,20 +20,20 @@ namespace {
   unsigned int eax = 0, ebx = 0, ecx = 0, edx = 0;
   return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
 }
+#endif
 
 /// Of the processor, where the operating system keeps the registers that they need.
 Features supported_features() {
   Features features = 0;
 #define ATTN_EXT_ASK(name, macro, ask) features |= (ask) ? bits_of({Feature::k##name}) : 0u;
-  ATTN_EXT_FEATURES(ATTN_EXT_ASK)
+#if defined(__x86_64__)
+  ATTN_EXT_X86_FEATURES(ATTN_EXT_ASK)
+#elif defined(__aarch64__)
+  ATTN_EXT_ARM_FEATURES(ATTN_EXT_ASK)
+#endif
 #undef ATTN_EXT_ASK
   return features;
 }
-#else
-Features supported_features() {
-  return 0;
-}
-#endif
 
 #ifdef ATTN_EXT_HAS_amx
 /// Of bfloat16 what multiplies blocks. A few rows are read as they come, which vectors of floats do fastest
@@ -69,6 +71,12 @@ const KernelSet kSets[] = {
 #endif
 #ifdef ATTN_EXT_HAS_amx
     {"amx", amx_kernels(), amx::kFeatures},
+#endif
+#ifdef ATTN_EXT_HAS_neon
+    {"neon", &neon::kKernels, neon::kFeatures},
+#endif
+#ifdef ATTN_EXT_HAS_neon_bf16
+    {"neon_bf16", &neon_bf16::kKernels, neon_bf16::kFeatures},
 #endif
 };
 

@@ -16,7 +16,8 @@ struct Case {
     std::string all = "stored";
     for (const int64_t number : {static_cast<int64_t>(dtype), static_cast<int64_t>(stored), page_rows,
                                  query_len, key_len, head_dim, value_dim}) {
-      all += " " + std::to_string(number);
+      all += ' ';
+      all += std::to_string(number);
     }
     return all;
   }

@@ -11,7 +11,7 @@ using Float32Scheme = Scheme<float, PlainProduct<float>>;
 using Float16Scheme = Scheme<Float16, PlainProduct<float>>;
 #if defined(ATTN_EXT_AMX)
 using BFloat16Scheme = Scheme<BFloat16, AmxProduct>;
-#elif defined(__AVX512BF16__)
+#elif defined(ATTN_EXT_HAS_PAIRS)
 using BFloat16Scheme = Scheme<BFloat16, BFloat16Product>;
 #else
 using BFloat16Scheme = Scheme<BFloat16, PlainProduct<float>>;

@@ -8,7 +8,7 @@
 
 // FEATURE(name, the compiler's macro, how the processor is asked). Clang's __builtin_cpu_supports knows no
 // F16C before version 18.
-#define ATTN_EXT_FEATURES(FEATURE)                                    \
+#define ATTN_EXT_X86_FEATURES(FEATURE)                                \
   FEATURE(Sse3, __SSE3__, __builtin_cpu_supports("sse3"))             \
   FEATURE(Ssse3, __SSSE3__, __builtin_cpu_supports("ssse3"))          \
   FEATURE(Sse41, __SSE4_1__, __builtin_cpu_supports("sse4.1"))        \
@@ -24,6 +24,17 @@
   FEATURE(Avx512dq, __AVX512DQ__, __builtin_cpu_supports("avx512dq")) \
   FEATURE(Avx512vl, __AVX512VL__, __builtin_cpu_supports("avx512vl")) \
   FEATURE(Avx512bf16, __AVX512BF16__, __builtin_cpu_supports("avx512bf16"))
+
+// Every processor of armv8-a has NEON, and compilers use it unasked, for the plain vectors of `baseline` as
+// well: the macro is that of cmake/capabilities.cmake.
+#define ATTN_EXT_ARM_FEATURES(FEATURE)                                               \
+  FEATURE(Neon, ATTN_EXT_NEON, true)                                                 \
+  FEATURE(Crc32, __ARM_FEATURE_CRC32, arm_cpu_has(1, 7, "armv8_crc32"))              \
+  FEATURE(Atomics, __ARM_FEATURE_ATOMICS, arm_cpu_has(1, 8, "arm.FEAT_LSE"))         \
+  FEATURE(RoundingDoubling, __ARM_FEATURE_QRDMX, arm_cpu_has(1, 12, "arm.FEAT_RDM")) \
+  FEATURE(NeonBf16, __ARM_FEATURE_BF16_VECTOR_ARITHMETIC, arm_cpu_has(2, 14, "arm.FEAT_BF16"))
+
+#define ATTN_EXT_FEATURES(FEATURE) ATTN_EXT_X86_FEATURES(FEATURE) ATTN_EXT_ARM_FEATURES(FEATURE)
 
 namespace attn_ext::cpu {
 
@@ -61,5 +72,13 @@ constexpr Features kFeatures = avx512::kFeatures | bits_of({Feature::kAvx512bf16
 namespace amx {  // AMX itself is asked for by interface/matrix_unit.h, and done without where it is not there
 constexpr Features kFeatures = avx512_bf16::kFeatures;
 }
+namespace neon {
+constexpr Features kFeatures = bits_of({Feature::kNeon});
+}
+namespace neon_bf16 {
+// GCC has bfloat16 from armv8.2-a on only, with which the other three come.
+constexpr Features kFeatures = neon::kFeatures | bits_of({Feature::kCrc32, Feature::kAtomics,
+                                                          Feature::kRoundingDoubling, Feature::kNeonBf16});
+}  // namespace neon_bf16
 
 }  // namespace attn_ext::cpu

@@ -30,5 +30,11 @@ extern const KernelTable kKernels;
 namespace amx {
 extern const KernelTable kKernels;
 }
+namespace neon {
+extern const KernelTable kKernels;
+}
+namespace neon_bf16 {
+extern const KernelTable kKernels;
+}
 
 }  // namespace attn_ext::cpu

@@ -56,7 +56,13 @@ ATTN_EXT_INLINE Vec<typename Product::Operand> load_operands_partial(const Eleme
       return (Vec<float>)(widen((HalfBits)bits) << 16);
     }
 #else
-    return load_compute_partial(p, count);
+    if constexpr (Product::kDepth == 2) {
+      Element padded[2 * kLanes<float>] = {};
+      for (int64_t i = 0; i < count; ++i) padded[i] = p[i];
+      return load_operands<Product>(padded);
+    } else {
+      return load_compute_partial(p, count);
+    }
 #endif
   }
 }

@@ -27,7 +27,7 @@ struct PlainProduct {
   }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(ATTN_EXT_HAS_PAIRS)
 // Operands are pairs of bfloat16, neighbours along the depth, the first in the low half.
 struct BFloat16Product {
   using Operand = uint32_t;
@@ -36,12 +36,18 @@ struct BFloat16Product {
   static constexpr int kTileRows = kRegisterTileRows;
   static constexpr int kDepthStep = 1;
   static constexpr bool kInRegisters = true;
+#if defined(__AVX512BF16__)
   static ATTN_EXT_INLINE Vec<float> step(Vec<uint32_t> a, Vec<uint32_t> b, Vec<float> c) {
     return (Vec<float>)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
   }
   static ATTN_EXT_INLINE HalfVec<float> step(HalfVec<uint32_t> a, HalfVec<uint32_t> b, HalfVec<float> c) {
     return (HalfVec<float>)_mm256_dpbf16_ps((__m256)c, (__m256bh)a, (__m256bh)b);
   }
+#else
+  static ATTN_EXT_INLINE Vec<float> step(Vec<uint32_t> a, Vec<uint32_t> b, Vec<float> c) {
+    return (Vec<float>)vbfdotq_f32((float32x4_t)c, (bfloat16x8_t)a, (bfloat16x8_t)b);
+  }
+#endif
 };
 #endif
 
@@ -69,6 +75,88 @@ struct TileArgs {
 template <typename Product>
 using TileFunction = void (*)(const TileArgs<Product>&);
 
+#if defined(ATTN_EXT_NEON)
+// c += lane `Lane` of a, times b. By name, as GCC would make a vector of each lane first, and has no
+// registers left for these.
+template <typename Product, int Lane>
+ATTN_EXT_INLINE void add_lane_product(Vec<typename Product::Operand> a, Vec<typename Product::Operand> b,
+                                      Vec<typename Product::Accum>& c) {
+  if constexpr (Product::kDepth == 2) {
+    __asm__("bfdot %0.4s, %1.8h, %2.2h[%3]" : "+w"(c) : "w"(b), "w"(a), "i"(Lane));
+  } else if constexpr (sizeof(typename Product::Operand) == 4) {
+    __asm__("fmla %0.4s, %1.4s, %2.s[%3]" : "+w"(c) : "w"(b), "w"(a), "i"(Lane));
+  } else {
+    __asm__("fmla %0.2d, %1.2d, %2.d[%3]" : "+w"(c) : "w"(b), "w"(a), "i"(Lane));
+  }
+}
+
+// *p in the first lane.
+template <typename T>
+ATTN_EXT_INLINE Vec<T> load_first_lane(const T* p) {
+  Vec<T> v;
+  if constexpr (sizeof(T) == 4) {
+    __asm__("ldr %s0, %1" : "=w"(v) : "m"(*p));
+  } else {
+    __asm__("ldr %d0, %1" : "=w"(v) : "m"(*p));
+  }
+  return v;
+}
+
+// One step along the depth, whose elements of the left rows are lane `Lane` of `left`. Sums, these and one
+// vector of the right side fill the registers: no compiler is to load the next one early.
+template <typename Product, int Lane, int Rows, int Vectors>
+ATTN_EXT_INLINE void multiply_step(const Vec<typename Product::Operand> (&left)[Rows],
+                                   const typename Product::Operand* right,
+                                   Vec<typename Product::Accum> (&sums)[Rows][Vectors]) {
+#pragma GCC unroll 4
+  for (int v = 0; v < Vectors; ++v) {
+    const Vec<typename Product::Operand> row = load(right + v * kLanes<typename Product::Operand>);
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) add_lane_product<Product, Lane>(left[r], row, sums[r][v]);
+    __asm__ volatile("" ::: "memory");
+  }
+}
+
+template <typename Product, int Rows, int Vectors, int... Lane>
+ATTN_EXT_INLINE void multiply_steps(const Vec<typename Product::Operand> (&left)[Rows],
+                                    const typename Product::Operand* right, int64_t right_stride,
+                                    Vec<typename Product::Accum> (&sums)[Rows][Vectors],
+                                    std::integer_sequence<int, Lane...>) {
+  (multiply_step<Product, Lane>(left, right + Lane * right_stride, sums), ...);
+}
+
+// sums += left . right. A multiply-add takes its element out of a vector: where rows lie along the depth, one
+// load of each serves as many steps as a vector has lanes.
+template <typename Product, int Rows, int Vectors, bool Half>
+ATTN_EXT_INLINE void multiply_tile(const TileArgs<Product>& args,
+                                   Vec<typename Product::Accum> (&sums)[Rows][Vectors],
+                                   [[maybe_unused]] HalfVec<typename Product::Accum> (&halves)[Rows]) {
+  static_assert(!Half);
+  using Operand = typename Product::Operand;
+  constexpr int kWidth = kLanes<Operand>;
+  const Operand* left = args.left;
+  const Operand* right = args.right;
+  const int64_t left_stride = args.left_stride;
+  const int64_t left_step = args.left_step;
+  const int64_t right_stride = args.right_stride;
+  Vec<Operand> elements[Rows];
+  int64_t k = args.depth;
+  for (; left_step == 1 && k >= kWidth; k -= kWidth) {
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) elements[r] = load(left + r * left_stride);
+    multiply_steps<Product>(elements, right, right_stride, sums, std::make_integer_sequence<int, kWidth>{});
+    left += kWidth;
+    right += kWidth * right_stride;
+  }
+  for (; k > 0; --k) {
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) elements[r] = load_first_lane(left + r * left_stride);
+    multiply_step<Product, 0>(elements, right, sums);
+    left += left_step;
+    right += right_stride;
+  }
+}
+#else
 // sums += left . right; Half: n = (Vectors + 1/2) lanes, the last in `halves`, and the last of `sums` is not
 // used.
 template <typename Product, int Rows, int Vectors, bool Half>
@@ -99,6 +187,7 @@ ATTN_EXT_INLINE void multiply_tile(const TileArgs<Product>& args,
     right += right_stride;
   }
 }
+#endif
 
 // Half: the upper half of the last vector of `out` becomes 0.
 template <typename Product, int Rows, int Vectors, bool Half, bool Carry>

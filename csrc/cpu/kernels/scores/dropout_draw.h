@@ -42,6 +42,8 @@ ATTN_EXT_INLINE Vec<uint64_t> multiply_low_halves(Vec<uint64_t> a, uint32_t b) {
   return (Vec<uint64_t>)_mm256_mul_epu32((__m256i)a, (__m256i)broadcast<uint64_t>(b));
 #elif defined(__SSE2__)
   return (Vec<uint64_t>)_mm_mul_epu32((__m128i)a, (__m128i)broadcast<uint64_t>(b));
+#elif defined(ATTN_EXT_NEON)
+  return (Vec<uint64_t>)vmull_u32(vmovn_u64((uint64x2_t)a), vdup_n_u32(b));
 #else
   return (a & 0xffffffffu) * broadcast<uint64_t>(b);
 #endif
@@ -98,7 +100,11 @@ ATTN_EXT_INLINE auto philox_rounds(const PhiloxBatch& state, const PhiloxCounter
 }
 
 ATTN_EXT_INLINE void store_interleaved(uint32_t* words, Vec<uint64_t> even, Vec<uint64_t> odd) {
+#if defined(ATTN_EXT_NEON)
+  store(words, (Vec<uint32_t>)vtrn1q_u32((uint32x4_t)even, (uint32x4_t)odd));
+#else
   store(words, (Vec<uint32_t>)((even & 0xffffffffu) | (odd << 32)));
+#endif
 }
 
 // The four words of counters in even and odd lanes, `stride` apart.

@@ -2,6 +2,7 @@
 // the weights again where lse is known.
 #pragma once
 
+#include "../vector/convert.h"
 #include "../vector/math.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
@@ -25,16 +26,16 @@ ATTN_EXT_INLINE Vec<T> exp_span(T* scores, int64_t begin, int64_t end, T scale, 
   return sum;
 }
 
-#if defined(__AVX512BF16__)
+#if defined(ATTN_EXT_HAS_PAIRS)
 // Rounding in place: weight j moves to the j-th bfloat16 of the row, which only ever overwrites what has
 // been read.
 ATTN_EXT_INLINE void store_paired(float* row, int64_t j, Vec<float> p) {
-  const __m256bh half = _mm512_cvtneps_pbh((__m512)p);
+  const HalfBits half = to_element(p, static_cast<const BFloat16*>(nullptr));
   memcpy(reinterpret_cast<uint16_t*>(row) + j, &half, sizeof(half));
 }
 
 ATTN_EXT_INLINE void store_paired(float* row, int64_t j, Vec<float> p0, Vec<float> p1) {
-  const __m512bh both = _mm512_cvtne2ps_pbh((__m512)p1, (__m512)p0);
+  const Vec<uint32_t> both = to_pairs(p0, p1);
   memcpy(reinterpret_cast<uint16_t*>(row) + j, &both, sizeof(both));
 }
 

@@ -35,6 +35,8 @@ ATTN_EXT_INLINE Vec<uint32_t> widen(HalfBits bits) {
   int64_t four;
   memcpy(&four, &bits, sizeof(four));
   return (Vec<uint32_t>)_mm_unpacklo_epi16(_mm_cvtsi64_si128(four), _mm_setzero_si128());
+#elif defined(ATTN_EXT_NEON)
+  return (Vec<uint32_t>)vmovl_u16((uint16x4_t)bits);
 #else
   return __builtin_convertvector(bits, Vec<uint32_t>);
 #endif
@@ -46,6 +48,8 @@ ATTN_EXT_INLINE HalfBits low_halves(Vec<uint32_t> v) {
 #elif defined(__AVX2__)
   const __m256i packed = _mm256_packus_epi32((__m256i)v, (__m256i)v);
   return (HalfBits)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+#elif defined(ATTN_EXT_NEON)
+  return (HalfBits)vmovn_u32((uint32x4_t)v);
 #else
   return __builtin_convertvector(v, HalfBits);
 #endif
@@ -106,6 +110,8 @@ ATTN_EXT_INLINE Vec<float> load_compute(const Float16* p) {
   return (Vec<float>)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 #elif defined(__F16C__)
   return (Vec<float>)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(ATTN_EXT_NEON)
+  return (Vec<float>)vcvt_f32_f16((float16x4_t)load_half_bits(&p->bits));
 #else
   Vec<float> v;
   for (int i = 0; i < kLanes<float>; ++i) v[i] = to_compute(p[i]);
@@ -126,6 +132,16 @@ ATTN_EXT_INLINE float to_compute(Float8E4m3 x) {
   return to_compute(Float16{static_cast<uint16_t>(sign | magnitude << 7)}) * 256;
 }
 
+#if defined(ATTN_EXT_NEON)
+// A vector's worth of bytes, in the lower half.
+template <typename Byte>
+ATTN_EXT_INLINE uint8x8_t load_bytes(const Byte* p) {
+  uint32_t bytes;
+  memcpy(&bytes, p, sizeof(bytes));
+  return vcreate_u8(bytes);
+}
+#endif
+
 ATTN_EXT_INLINE Vec<float> load_compute(const int8_t* p) {
 #if defined(__AVX512F__)
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
@@ -133,6 +149,9 @@ ATTN_EXT_INLINE Vec<float> load_compute(const int8_t* p) {
 #elif defined(__AVX2__)
   const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
   return (Vec<float>)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+#elif defined(ATTN_EXT_NEON)
+  const int16x8_t words = vmovl_s8(vreinterpret_s8_u8(load_bytes(p)));
+  return (Vec<float>)vcvtq_f32_s32(vmovl_s16(vget_low_s16(words)));
 #else
   Vec<float> v;
   for (int i = 0; i < kLanes<float>; ++i) v[i] = to_compute(p[i]);
@@ -147,6 +166,14 @@ ATTN_EXT_INLINE Vec<float> load_compute(const Float8E4m3* p) {
   const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(bits, _mm256_set1_epi16(0x80)), 8);
   const __m256i half = _mm256_or_si256(sign, _mm256_slli_epi16(magnitude, 7));
   const Vec<float> v = (Vec<float>)_mm512_cvtph_ps(half) * 256.0f;
+  const Vec<uint32_t> wide = widen((HalfBits)magnitude);
+  return wide == 0x7fu ? broadcast(__builtin_nanf("")) : v;
+#elif defined(ATTN_EXT_NEON)
+  const uint16x4_t bits = vget_low_u16(vmovl_u8(load_bytes(p)));
+  const uint16x4_t magnitude = vand_u16(bits, vdup_n_u16(0x7f));
+  const uint16x4_t sign = vshl_n_u16(vand_u16(bits, vdup_n_u16(0x80)), 8);
+  const uint16x4_t half = vorr_u16(sign, vshl_n_u16(magnitude, 7));
+  const Vec<float> v = (Vec<float>)vcvt_f32_f16(vreinterpret_f16_u16(half)) * 256.0f;
   const Vec<uint32_t> wide = widen((HalfBits)magnitude);
   return wide == 0x7fu ? broadcast(__builtin_nanf("")) : v;
 #else
@@ -216,6 +243,8 @@ ATTN_EXT_INLINE Vec<double> to_element(Vec<double> v, const double*) {
 ATTN_EXT_INLINE HalfBits to_element(Vec<float> v, const BFloat16*) {
 #if defined(__AVX512BF16__)
   return (HalfBits)_mm512_cvtneps_pbh((__m512)v);  // subnormals become 0, as in the products of this set
+#elif defined(ATTN_EXT_NEON) && defined(ATTN_EXT_HAS_PAIRS)
+  return (HalfBits)vcvt_bf16_f32((float32x4_t)v);
 #else
   return low_halves(bfloat16_bits(v));
 #endif
@@ -246,6 +275,8 @@ ATTN_EXT_INLINE HalfBits to_element(Vec<float> v, const Float16*) {
   return (HalfBits)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT);
 #elif defined(__F16C__)
   return (HalfBits)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(ATTN_EXT_NEON)
+  return (HalfBits)vcvt_f16_f32((float32x4_t)v);
 #else
   HalfBits bits;
   for (int i = 0; i < kLanes<float>; ++i) {
@@ -259,6 +290,36 @@ ATTN_EXT_INLINE HalfBits to_element(Vec<float> v, const Float16*) {
   return bits;
 #endif
 }
+
+#if defined(ATTN_EXT_HAS_PAIRS)
+// Two vectors as bfloat16, beside each other: pairs of the lanes of `low`, then of `high`.
+ATTN_EXT_INLINE Vec<uint32_t> to_pairs(Vec<float> low, Vec<float> high) {
+#if defined(__AVX512BF16__)
+  return (Vec<uint32_t>)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+#else
+  return (Vec<uint32_t>)vcvtq_high_bf16_f32(vcvtq_low_bf16_f32((float32x4_t)low), (float32x4_t)high);
+#endif
+}
+
+// From two rows of bfloat16, each in pairs of neighbours, to pairs of one of each row: of the first half of
+// them, or of the second.
+ATTN_EXT_INLINE Vec<uint32_t> pair_first_half(Vec<uint32_t> a, Vec<uint32_t> b) {
+#if defined(__AVX512BF16__)
+  const Vec<int32_t> words = lane_index<int32_t>() * 0x10001 + (32 << 16);  // words 0, 32, 1, 33, ...
+  return (Vec<uint32_t>)_mm512_permutex2var_epi16((__m512i)a, (__m512i)words, (__m512i)b);
+#else
+  return (Vec<uint32_t>)vzip1q_u16((uint16x8_t)a, (uint16x8_t)b);
+#endif
+}
+ATTN_EXT_INLINE Vec<uint32_t> pair_second_half(Vec<uint32_t> a, Vec<uint32_t> b) {
+#if defined(__AVX512BF16__)
+  const Vec<int32_t> words = lane_index<int32_t>() * 0x10001 + (32 << 16) + 0x00100010;
+  return (Vec<uint32_t>)_mm512_permutex2var_epi16((__m512i)a, (__m512i)words, (__m512i)b);
+#else
+  return (Vec<uint32_t>)vzip2q_u16((uint16x8_t)a, (uint16x8_t)b);
+#endif
+}
+#endif
 
 template <typename Element>
 ATTN_EXT_INLINE void store_element(Element* p, Vec<Compute<Element>> v) {

@@ -16,7 +16,9 @@
     defined(__APX_F__) || defined(__AVX10_1__) || defined(__AVX512IFMA__) || defined(__AVX512VBMI__) ||    \
     defined(__AVX512VBMI2__) || defined(__AVX512VNNI__) || defined(__AVX512BITALG__) ||                    \
     defined(__AVX512VPOPCNTDQ__) || defined(__AVX512VP2INTERSECT__) || defined(__AVX512FP16__) ||          \
-    defined(__ARM_FEATURE_SVE)
+    defined(__ARM_FEATURE_SVE) || defined(__ARM_FEATURE_DOTPROD) || defined(__ARM_FEATURE_MATMUL_INT8) ||  \
+    defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC) || defined(__ARM_FEATURE_FRINT) ||                       \
+    defined(__ARM_FEATURE_SHA3)
 #error "a foreign instruction set: the compiler's flags allow an extension that none of the kernels' sets has"
 #endif
 

@@ -43,6 +43,11 @@ ATTN_EXT_INLINE T lane_sum(Vec<T> v) {
 #if defined(__AVX512F__)
   if constexpr (sizeof(T) == 4) return _mm512_reduce_add_ps((__m512)v);
   if constexpr (sizeof(T) == 8) return _mm512_reduce_add_pd((__m512d)v);
+#elif defined(ATTN_EXT_NEON)
+  if constexpr (sizeof(T) == 8) return vaddvq_f64((float64x2_t)v);
+  if constexpr (sizeof(T) == 4) {
+    return vaddv_f32(vadd_f32(vget_low_f32((float32x4_t)v), vget_high_f32((float32x4_t)v)));
+  }
 #endif
   return join_lanes<T>(v, [](T a, T b) { return a + b; });
 }
@@ -52,6 +57,12 @@ ATTN_EXT_INLINE T lane_max(Vec<T> v) {
 #if defined(__AVX512F__)
   if constexpr (sizeof(T) == 4) return _mm512_reduce_max_ps((__m512)v);
   if constexpr (sizeof(T) == 8) return _mm512_reduce_max_pd((__m512d)v);
+#elif defined(ATTN_EXT_NEON)
+  if constexpr (sizeof(T) == 4) {
+    const float32x2_t a = vget_low_f32((float32x4_t)v), b = vget_high_f32((float32x4_t)v);
+    const float32x2_t top = vbsl_f32(vcgt_f32(a, b), a, b);
+    return top[0] > top[1] ? top[0] : top[1];
+  }
 #endif
   return join_lanes<T>(v, [](T a, T b) { return a > b ? a : b; });
 }
@@ -77,6 +88,14 @@ inline bool are_finite(const T* x, int64_t count) {
 template <typename T, int Step = 1>
 ATTN_EXT_INLINE Vec<T> lane_sums(Vec<T> (&sums)[kLanes<T>]) {
   constexpr int kWidth = kLanes<T>;
+#if defined(ATTN_EXT_NEON)
+  if constexpr (sizeof(T) == 8) {
+    return (Vec<T>)vpaddq_f64((float64x2_t)sums[0], (float64x2_t)sums[1]);
+  } else {
+    return (Vec<T>)vpaddq_f32(vpaddq_f32((float32x4_t)sums[0], (float32x4_t)sums[1]),
+                              vpaddq_f32((float32x4_t)sums[2], (float32x4_t)sums[3]));
+  }
+#endif
   if constexpr (Step < kWidth) {
     const Vec<Bits<T>> lane = lane_index<Bits<T>>();
     const Vec<Bits<T>> upper = (lane & Step) != 0 ? Vec<Bits<T>>{} + 1 : Vec<Bits<T>>{};

@@ -8,6 +8,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(ATTN_EXT_NEON)
+#include <arm_neon.h>
 #endif
 
 #include "instruction_set.h"
@@ -22,6 +24,11 @@ constexpr int kVectorBytes = 64;
 constexpr int kVectorBytes = 32;
 #else
 constexpr int kVectorBytes = 16;
+#endif
+
+// Pairs of bfloat16 are multiplied as they are.
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define ATTN_EXT_HAS_PAIRS
 #endif
 
 // 32 vector registers hold a 6x4 tile of accumulators with its operands, 16 hold a 6x2 one.
@@ -164,6 +171,8 @@ ATTN_EXT_INLINE Vec<float> multiply_add(Vec<float> a, Vec<float> b, Vec<float> c
   return (Vec<float>)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__FMA__)
   return (Vec<float>)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(ATTN_EXT_NEON)
+  return (Vec<float>)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
   return a * b + c;
 #endif
@@ -174,6 +183,8 @@ ATTN_EXT_INLINE Vec<double> multiply_add(Vec<double> a, Vec<double> b, Vec<doubl
   return (Vec<double>)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
 #elif defined(__FMA__)
   return (Vec<double>)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+#elif defined(ATTN_EXT_NEON)
+  return (Vec<double>)vfmaq_f64((float64x2_t)c, (float64x2_t)a, (float64x2_t)b);
 #else
   return a * b + c;
 #endif

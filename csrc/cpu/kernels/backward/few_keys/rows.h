@@ -113,6 +113,17 @@ ATTN_EXT_INLINE void FewKeysUnit<S>::store_pairs([[maybe_unused]] int64_t r, [[m
     memcpy(row, &low, sizeof(low));
     memcpy(row + s_.left_stride, &high, sizeof(high));
   }
+#elif defined(ATTN_EXT_HAS_PAIRS)
+  if constexpr (S::kPaired) {
+    const uint16x8_t p = (uint16x8_t)to_pairs(weights[0], weights[1]);
+    const uint16x8_t g = (uint16x8_t)to_pairs(grads[0], grads[1]);
+    const uint16x8_t next_p = vextq_u16(p, p, 4), next_g = vextq_u16(g, g, 4);
+    store(s_.weight_pairs + r / 2 * stride_ + j, (Vec<Operand>)vzip1q_u16(p, next_p));
+    store(s_.grad_pairs + r / 2 * stride_ + j, (Vec<Operand>)vzip1q_u16(g, next_g));
+    Operand* row = s_.grad_rows + r * s_.left_stride + j / 2;
+    memcpy(row, &g, sizeof(g) / 2);
+    memcpy(row + s_.left_stride, &next_g, sizeof(next_g) / 2);
+  }
 #endif
 }
 

@@ -184,23 +184,19 @@ ATTN_EXT_INLINE void KeyQueryBlock<S>::store_pairs([[maybe_unused]] int64_t pane
                                                    [[maybe_unused]] int64_t i,
                                                    [[maybe_unused]] const Vec<T> (&weights)[2][2],
                                                    [[maybe_unused]] const Vec<T> (&grads)[2][2]) {
-#if defined(__AVX512BF16__)
+#if defined(ATTN_EXT_HAS_PAIRS)
   if constexpr (S::kPaired) {
-    const Vec<int32_t> low = lane_index<int32_t>() * 0x10001 + (32 << 16);  // words 0, 32, 1, 33, ...
-    const __m512i first = (__m512i)_mm512_cvtne2ps_pbh((__m512)grads[0][1], (__m512)grads[0][0]);
-    const __m512i second = (__m512i)_mm512_cvtne2ps_pbh((__m512)grads[1][1], (__m512)grads[1][0]);
+    const Vec<Operand> first = to_pairs(grads[0][0], grads[0][1]);
+    const Vec<Operand> second = to_pairs(grads[1][0], grads[1][1]);
     const int64_t left = r * s_.operand_stride + (panel + i) / 2;
-    store(s_.grads_left + left, (Vec<Operand>)first);
-    store(s_.grads_left + left + s_.operand_stride, (Vec<Operand>)second);
-    store(s_.weights_left + left,
-          (Vec<Operand>)_mm512_cvtne2ps_pbh((__m512)weights[0][1], (__m512)weights[0][0]));
-    store(s_.weights_left + left + s_.operand_stride,
-          (Vec<Operand>)_mm512_cvtne2ps_pbh((__m512)weights[1][1], (__m512)weights[1][0]));
+    store(s_.grads_left + left, first);
+    store(s_.grads_left + left + s_.operand_stride, second);
+    store(s_.weights_left + left, to_pairs(weights[0][0], weights[0][1]));
+    store(s_.weights_left + left + s_.operand_stride, to_pairs(weights[1][0], weights[1][1]));
     Operand* right =
         s_.grads_right + (panel / S::kPanel * depth_of<Product>(plan_.block_keys) + r / 2) * S::kPanel + i;
-    store(right, (Vec<Operand>)_mm512_permutex2var_epi16(first, (__m512i)low, second));
-    store(right + S::kLane,
-          (Vec<Operand>)_mm512_permutex2var_epi16(first, (__m512i)(low + 0x00100010), second));
+    store(right, pair_first_half(first, second));
+    store(right + S::kLane, pair_second_half(first, second));
   }
 #endif
 }
