@@ -145,8 +145,9 @@ def check_capability(facts: Facts) -> list[Finding]:
         found = f"{facts.capability}, forced by ATTN_EXT_CPU_CAPABILITY={facts.forced}; {best} is there"
         return [Finding(about, MEND, found, advice)]
     if machine == "amx" and best != "amx":
-        advice = "unset ATTN_EXT_MATRIX_UNIT, or use a kernel of Linux, 5.16 or later, that hands AMX to processes"
-        return [Finding(about, NOTE, f"{best}; the processor has AMX, which this process may not use", advice)]
+        advice = "unset ATTN_EXT_MATRIX_UNIT, or use Linux 5.16 or later, which hands AMX to processes"
+        found = f"{best}; the processor has AMX, which this process may not use"
+        return [Finding(about, NOTE, found, advice)]
     if facts.cpu_flags is not None and best == "baseline":
         advice = "a machine or virtual machine with AVX2 is several times faster"
         return [Finding(about, NOTE, "the processor has no AVX2", advice)]
