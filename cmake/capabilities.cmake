@@ -49,6 +49,8 @@ function(attn_ext_add_capability target name processors flags)
   add_library(${objects} OBJECT ${ARGN})
   attn_ext_compile_options(${objects})
   target_compile_definitions(${objects} PRIVATE ATTN_EXT_CPU_CAPABILITY=${name})
+  # Kernels throw nothing, and what would unwind them is a symbol that all sets share.
+  target_compile_options(${objects} PRIVATE -fno-exceptions)
   # GCC warns of its own AVX-512 headers, and of vectors in the ABI of functions that are all inlined.
   target_compile_options(${objects} PRIVATE ${flags}
     $<$<CXX_COMPILER_ID:GNU>:-Wno-psabi;-Wno-uninitialized;-Wno-maybe-uninitialized>)
