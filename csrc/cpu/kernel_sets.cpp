@@ -1,5 +1,6 @@
 #include "kernel_sets.h"
 
+#include <iterator>
 #include <string_view>
 #include <utility>
 
@@ -36,19 +37,24 @@ Features supported_features() {
 }
 
 #ifdef ATTN_EXT_HAS_amx
+/// Those that are there, in the place of others.
+template <typename Ways>
+void take_ways(Ways& to, const Ways& from) {
+  to.path = from.path;
+  for (std::size_t i = 0; i < std::size(to.of); ++i) {
+    if (from.of[i].run != nullptr) {
+      to.of[i] = from.of[i];
+    }
+  }
+}
+
 /// Of bfloat16 what multiplies blocks. A few rows are read as they come, which vectors of floats do fastest
 /// on processors with AMX; all else has no products on it.
 const KernelTable* amx_kernels() {
   static const KernelTable table = [] {
     KernelTable kernels = avx512::kKernels;
-    kernels.forward[kBFloat16Kernels] = amx::kKernels.forward[kBFloat16Kernels];
-    kernels.backward[kBFloat16Kernels] = amx::kKernels.backward[kBFloat16Kernels];
-    constexpr int kForwardFew = static_cast<int>(ForwardPath::kFewRows);
-    constexpr int kBackwardFew = static_cast<int>(BackwardPath::kFewRows);
-    kernels.forward[kBFloat16Kernels].of[kForwardFew] =
-        avx512::kKernels.forward[kBFloat16Kernels].of[kForwardFew];
-    kernels.backward[kBFloat16Kernels].of[kBackwardFew] =
-        avx512::kKernels.backward[kBFloat16Kernels].of[kBackwardFew];
+    take_ways(kernels.forward[kBFloat16Kernels], amx::kKernels.forward[kBFloat16Kernels]);
+    take_ways(kernels.backward[kBFloat16Kernels], amx::kKernels.backward[kBFloat16Kernels]);
     return kernels;
   }();
   return &table;
