@@ -16,19 +16,11 @@ ATTN_EXT_INLINE bool has_weights(const ForwardParams& params) {
   return params.weights.data != nullptr || params.key_mass != nullptr;
 }
 
-// Rows of all query heads of a group that are worth packing their keys for: blocks cost a matrix unit so much
-// less than rows cost vectors that a few will do, if there is a panel of keys.
-template <typename S>
-constexpr int64_t kGroupRows = S::Product::kInRegisters ? int64_t{1} << 62 : 8;
-
-// Bits hang on the path, so neither the batch, nor the threads, nor how many heads there are come into it.
-template <typename S>
+// Bits hang on the path, so neither the batch, nor the heads, nor the threads come into it.
 ATTN_EXT_INLINE ForwardPath forward_path(const ForwardParams& params) {
   const AttentionShape& shape = params.shape;
   const bool weights = has_weights(params);
-  const bool split_group =
-      !weights && shape.key_len >= S::kPanel && shape.query_len * group_size(shape) >= kGroupRows<S>;
-  if (shape.query_len <= kForwardFewRows) return split_group ? ForwardPath::kSplit : ForwardPath::kFewRows;
+  if (shape.query_len <= kForwardFewRows) return ForwardPath::kFewRows;
   if (shape.query_len <= kSplitRows && shape.key_len > kWholeRowKeys && !weights) return ForwardPath::kSplit;
   return shape.key_len <= (weights ? kMaxBlockKeys : kWholeRowKeys) ? ForwardPath::kWholeRows
                                                                     : ForwardPath::kOnline;
