@@ -62,36 +62,38 @@ const KernelTable* amx_kernels() {
 #endif
 
 // In the order of cmake/capabilities.cmake, which defines ATTN_EXT_HAS_* for the sets in this build.
-const KernelSet kSets[] = {
+std::vector<KernelSet> built_kernel_sets() {
+  return {
 #ifdef ATTN_EXT_HAS_baseline
-    {"baseline", &baseline::kKernels, baseline::kFeatures},
+      {"baseline", &baseline::kKernels, baseline::kFeatures},
 #endif
 #ifdef ATTN_EXT_HAS_avx2
-    {"avx2", &avx2::kKernels, avx2::kFeatures},
+      {"avx2", &avx2::kKernels, avx2::kFeatures},
 #endif
 #ifdef ATTN_EXT_HAS_avx512
-    {"avx512", &avx512::kKernels, avx512::kFeatures},
+      {"avx512", &avx512::kKernels, avx512::kFeatures},
 #endif
 #ifdef ATTN_EXT_HAS_avx512_bf16
-    {"avx512_bf16", &avx512_bf16::kKernels, avx512_bf16::kFeatures},
+      {"avx512_bf16", &avx512_bf16::kKernels, avx512_bf16::kFeatures},
 #endif
 #ifdef ATTN_EXT_HAS_amx
-    {"amx", amx_kernels(), amx::kFeatures},
+      {"amx", amx_kernels(), amx::kFeatures},
 #endif
 #ifdef ATTN_EXT_HAS_neon
-    {"neon", &neon::kKernels, neon::kFeatures},
+      {"neon", &neon::kKernels, neon::kFeatures},
 #endif
 #ifdef ATTN_EXT_HAS_neon_bf16
-    {"neon_bf16", &neon_bf16::kKernels, neon_bf16::kFeatures},
+      {"neon_bf16", &neon_bf16::kKernels, neon_bf16::kFeatures},
 #endif
-};
+  };
+}
 
 }  // namespace
 
 std::vector<KernelSet> supported_kernel_sets() {
   const Features features = supported_features();
   std::vector<KernelSet> supported;
-  for (const KernelSet& set : kSets) {
+  for (const KernelSet& set : built_kernel_sets()) {
     if ((set.features & ~features) == 0) {
       supported.push_back(set);
     }

@@ -14,7 +14,7 @@
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
 template <typename S>
-constexpr int64_t kBandRows = (S::kSpan < 32 ? 4 : 3) * S::kTileRows;
+constexpr int64_t kBandRows = (S::Product::kInRegisters ? 4 : 3) * S::kTileRows;
 constexpr int64_t kMaxBlockKeys = 4096;
 constexpr int64_t kRunKeys = 64;  // keys are left out by the mask in units of this
 constexpr int64_t kMaxRuns = kMaxBlockKeys / kRunKeys / 2 + 1;

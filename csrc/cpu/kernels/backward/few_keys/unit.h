@@ -212,7 +212,7 @@ class FewKeysUnit {
   const bool has_grad_, wants_grads_, full_;
   Unit unit_{0, 0};
   int64_t head_ = 0;
-  int64_t keys_ = 0, stride_ = 0;  // without those at the end that padding hides; in whole vectors
+  int64_t keys_ = 0, stride_ = 0;  // without those at the end that padding hides; in whole steps
   Matrix<Element> key_{};
   Operands<Operand> key_columns_{}, value_columns_{}, key_rows_{};
   bool bad_keys_ = false;            // some are not finite

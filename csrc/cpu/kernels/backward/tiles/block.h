@@ -16,10 +16,10 @@ namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 // A cell of keys is as many tiles as stay in the nearest cache; in whole multiples of what a product takes
 // along the depth.
 template <typename S>
-constexpr int64_t kCellRows = S::kSpan < 32 ? 4 * S::kTileRows : 2 * S::kTileRows;
+constexpr int64_t kCellRows = S::Product::kInRegisters ? 4 * S::kTileRows : 2 * S::kTileRows;
 // With a mask to be turned around, whole cache lines of it and whole squares of lanes.
 template <typename S>
-constexpr int64_t kMaskCellRows = S::kSpan < 32 ? 48 : 64;
+constexpr int64_t kMaskCellRows = S::Product::kInRegisters ? 48 : 64;
 constexpr int64_t kMaxBackwardKeys = 512;
 constexpr int64_t kMaxBackwardQueries = 512;
 constexpr int64_t kMaxPanels = kMaxBackwardQueries / 4;
@@ -207,7 +207,7 @@ class KeyQueryBlock {
   bool partial_ = false;              // of the cell being worked on: something in it is not visible
   int64_t keep_first_ = 0;            // key of the first row of `keep`
   Range row_span_[kMaxBackwardKeys];  // queries, from the block's first on, that see the key; the mask apart
-  Range tile_span_[kMaxBackwardKeys / S::kTileRows + 1];  // hull of the rows', in whole vectors
+  Range tile_span_[kMaxBackwardKeys / S::kTileRows + 1];  // hull of the rows', in whole steps
   Range cell_common_[kMaxCells];                          // queries that see every key of the cell
   uint8_t live_[kMaxCells][kMaxPanels];
 };

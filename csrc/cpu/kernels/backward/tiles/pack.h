@@ -45,7 +45,7 @@ struct KeyPack {
   Operand *key_row_buffer, *value_row_buffer, *key_depth_buffer;
 };
 
-// queries: of a block, in whole vectors.
+// queries: of a block, in whole steps.
 template <typename S>
 QueryPack<S> take_query_pack(Arena& arena, const AttentionShape& shape, int64_t queries) {
   using Operand = typename S::Operand;

@@ -9,7 +9,7 @@
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
 template <typename S>
-constexpr int64_t kBackwardKeys = S::kSpan < 32 ? 216 : 256;  // of a block, at most
+constexpr int64_t kBackwardKeys = S::Product::kInRegisters ? 216 : 256;  // of a block, at most
 constexpr int64_t kBackwardQueries = 256;
 constexpr int64_t kSegmentLength = 256;  // at least so many keys and queries
 
