@@ -29,7 +29,7 @@ constexpr Way<ForwardParams, ForwardPlan> forward_way(ForwardPath path) {
 
 template <typename S>
 constexpr ForwardWays forward_ways() {
-  ForwardWays ways{forward_path, {}};
+  ForwardWays ways{forward_path<S>, {}};
   for (int i = 0; i < kForwardPaths; ++i) ways.of[i] = forward_way<S>(static_cast<ForwardPath>(i));
   return ways;
 }

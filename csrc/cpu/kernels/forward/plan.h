@@ -12,15 +12,23 @@ constexpr int64_t kBlockRows = 96;
 constexpr int64_t kSplitRows = 32;       // as few query rows as this and the keys are split
 constexpr int64_t kForwardFewRows = 16;  // as few as this and nothing is packed
 
+constexpr int64_t kUnitRows = 8;     // as many are worth a matrix unit,
+constexpr int64_t kLatentDim = 256;  // and so is any row of more dims: many query heads share those
+
 ATTN_EXT_INLINE bool has_weights(const ForwardParams& params) {
   return params.weights.data != nullptr || params.key_mass != nullptr;
 }
 
 // Bits hang on the path, so neither the batch, nor the heads, nor the threads come into it.
+template <typename S>
 ATTN_EXT_INLINE ForwardPath forward_path(const ForwardParams& params) {
   const AttentionShape& shape = params.shape;
   const bool weights = has_weights(params);
-  if (shape.query_len <= kForwardFewRows) return ForwardPath::kFewRows;
+  if (shape.query_len <= kForwardFewRows) {
+    const bool by_unit = !S::Product::kInRegisters && !weights && shape.key_len >= S::kPanel &&
+                         (shape.query_len >= kUnitRows || shape.head_dim > kLatentDim);
+    return by_unit ? ForwardPath::kSplit : ForwardPath::kFewRows;
+  }
   if (shape.query_len <= kSplitRows && shape.key_len > kWholeRowKeys && !weights) return ForwardPath::kSplit;
   return shape.key_len <= (weights ? kMaxBlockKeys : kWholeRowKeys) ? ForwardPath::kWholeRows
                                                                     : ForwardPath::kOnline;
