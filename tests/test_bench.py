@@ -140,6 +140,15 @@ class TestCommand:
     def test_lists_the_grid(self, capsys):
         assert main(["bench", "--list"]) == 0
         assert len(capsys.readouterr().out.splitlines()) == len(cells.GRID) + 1
+        assert main(["bench", "--list", "--outside"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[0] for line in lines[1:]] == [cell.name for cell in cells.OUTSIDE]
+
+    def test_names_are_of_the_list_that_is_asked_for(self, capsys):
+        assert run("--outside", "--cells", "tiniest-heads") == 0
+        assert "tiniest-heads" in capsys.readouterr().out
+        assert run("--cells", "tiniest-heads") == 2
+        assert "names no cell of the grid" in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -267,8 +276,9 @@ class TestWork:
         assert limits.memory_bound(1000, 200, torch.float32)
 
     def test_the_grid_has_the_masks_and_names_once(self):
-        assert len({cell.name for cell in cells.GRID}) == len(cells.GRID)
-        assert {cell.mask for cell in cells.GRID} <= set(cells.MASKS)
+        every = [*cells.GRID, *cells.OUTSIDE]
+        assert len({cell.name for cell in every}) == len(every)
+        assert {cell.mask for cell in every} <= set(cells.MASKS)
 
 
 class TestPeers:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attn_ext import reference
 
-__all__ = ["DTYPES", "GRID", "MASKS", "MODES", "Cell", "Problem", "Shape", "make_problem"]
+__all__ = ["DTYPES", "GRID", "MASKS", "MODES", "OUTSIDE", "Cell", "Problem", "Shape", "make_problem"]
 
 DTYPES = {
     "float32": torch.float32,
@@ -108,6 +108,22 @@ GRID = {
     Cell("value-96", Shape(1, 8, 8, 1024, 1024, 64, 96)): "value heads wider than key heads",
     Cell("tiny", Shape(1, 1, 1, 9, 9, 24, 28)): "a sentence of nine words",
     Cell("tiny-square", Shape(1, 1, 1, 9, 9, 24, 24)): "the same, value heads as wide as key heads",
+}
+
+#: Shapes outside of the grid, where peers come near or the kernels' plans change.
+OUTSIDE = {
+    Cell("vit-257", Shape(8, 16, 16, 257, 257, 80, 80)): "ViT-H/14: short, wide heads",
+    Cell("wide-192", Shape(2, 8, 8, 512, 512, 192, 192)): "heads of 192",
+    Cell("wide-256", Shape(2, 8, 8, 512, 512, 256, 256)): "heads of 256",
+    Cell("tiny-heads", Shape(1024, 4, 4, 16, 16, 32, 32)): "thousands of tiny heads",
+    Cell("tiniest-heads", Shape(20000, 1, 1, 8, 8, 16, 16)): "more and tinier ones",
+    Cell("pair-256", Shape(16, 4, 4, 256, 256, 32, 32), "bias"): "a learned bias of pairs, narrow heads",
+    Cell("bias-1024", Shape(1, 12, 12, 1024, 1024, 64, 64), "bias"): "a learned bias, longer",
+    Cell("window-8192", Shape(1, 4, 4, 8192, 8192, 64, 64), "window"): "a long sequence under a window",
+    Cell("rows-9", Shape(1, 8, 8, 9, 4096, 64, 64)): "nine rows against many keys",
+    Cell("rows-24", Shape(1, 8, 8, 24, 4096, 64, 64)): "two dozen",
+    Cell("multi-query", Shape(4, 32, 1, 4, 4096, 128, 128)): "one key head for all, a few rows",
+    Cell("latent", Shape(1, 128, 1, 1, 4096, 576, 512)): "latent attention, decoding",
 }
 
 

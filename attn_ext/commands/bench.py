@@ -51,6 +51,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--cells", nargs="+", metavar="NAME", help="cells of the grid, wildcards allowed (default: all)"
     )
     what.add_argument(
+        "--outside",
+        action="store_true",
+        help="shapes outside of the grid instead, where peers come near or plans change",
+    )
+    what.add_argument(
         "--shape", action="append", type=shape, metavar="B,Hq,Hkv,Lq,Lk,D,Dv", help="a shape of your own"
     )
     what.add_argument("--mask", choices=cells.MASKS, help="(default: the cell's own; of a shape, none)")
@@ -95,7 +100,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     batches = bench_batches.chosen(arguments)
     if arguments.list:
-        print_grid() if batches is None else bench_batches.print_grid(batches)
+        print_grid(named_cells(arguments)) if batches is None else bench_batches.print_grid(batches)
         return
     bench_models.check_options(arguments)
     if batches is not None:
@@ -187,13 +192,19 @@ def write(path: Path, action: Callable[[], Any]) -> None:
         raise CommandError(f"cannot write {path}: {error.strerror}") from error
 
 
+def named_cells(arguments: argparse.Namespace) -> dict[cells.Cell, str]:
+    """The list that names are of."""
+    return cells.OUTSIDE if arguments.outside else cells.GRID
+
+
 def choose_cells(arguments: argparse.Namespace) -> list[cells.Cell]:
-    """Of the grid, by name, and the shapes given; all of the grid where neither is."""
+    """By name, and the shapes given; all of the list where neither is."""
+    named = named_cells(arguments)
     chosen: list[cells.Cell] = []
     for pattern in arguments.cells or ([] if arguments.shape else ["*"]):
-        found = [cell for cell in cells.GRID if fnmatch.fnmatch(cell.name, pattern)]
+        found = [cell for cell in named if fnmatch.fnmatch(cell.name, pattern)]
         if not found:
-            known = ", ".join(cell.name for cell in cells.GRID)
+            known = ", ".join(cell.name for cell in named)
             raise CommandError(f"--cells {pattern!r} names no cell of the grid; there are {known}")
         chosen += [cell for cell in found if cell not in chosen]
     for own in arguments.shape or []:
@@ -216,10 +227,10 @@ def choose_problems(arguments: argparse.Namespace) -> list[Plan]:
     return [Plan(cell, mode, dtype) for dtype in dtypes for mode in modes for cell in chosen]
 
 
-def print_grid() -> None:
-    print(f"{'cell':<14}{'B,Hq,Hkv,Lq,Lk,D,Dv':<26}{'mask':<9}stands for")
-    for cell, meaning in cells.GRID.items():
-        print(f"{cell.name:<14}{','.join(map(str, cell.shape)):<26}{cell.mask:<9}{meaning}")
+def print_grid(named: dict[cells.Cell, str]) -> None:
+    print(f"{'cell':<15}{'B,Hq,Hkv,Lq,Lk,D,Dv':<26}{'mask':<9}stands for")
+    for cell, meaning in named.items():
+        print(f"{cell.name:<15}{','.join(map(str, cell.shape)):<26}{cell.mask:<9}{meaning}")
 
 
 # The run ------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from attn_ext.benchmark import batch_report, cells, checks, machine, packed, pag
 from . import CommandError, bench
 
 #: Options of `attn-ext bench` that are about the grid of cells alone, and their values when not given.
-OF_CELLS: dict[str, Any] = {"shape": None, "peers": None, "without": False, "plot": None}
+OF_CELLS: dict[str, Any] = {"outside": False, "shape": None, "peers": None, "without": False, "plot": None}
 
 
 class Kind(NamedTuple):

@@ -16,6 +16,7 @@ from . import CommandError, bench
 #: Options of `attn-ext bench` that are about the grid of cells, and their values when they are not given.
 OF_CELLS: dict[str, Any] = {
     "cells": None,
+    "outside": False,
     "shape": None,
     "mask": None,
     "mode": ["fwd"],
