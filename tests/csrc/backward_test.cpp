@@ -342,6 +342,21 @@ bool same_bits(const Tensor& a, const Tensor& b) {
   return count == 0 || std::memcmp(a.view.data, b.view.data, count) == 0;
 }
 
+// Small heads with nothing special about them have a way of their own; a mask that hides nothing keeps them
+// from it.
+void check_small_heads(const Case& c, const cpu::KernelTable& table, const Problem& in, const Gradients& got,
+                       const std::string& name) {
+  if (c.query_len > 16 || c.key_len > 16 || *c.mask) return;
+  const uint8_t seen = 1;
+  Problem masked = in;
+  masked.params.rule.mask_kind = ScalarKind::kBool;
+  masked.params.rule.mask.data = const_cast<uint8_t*>(&seen);
+  const Gradients other = run(c, table, masked, 1);
+  check((!c.query || same_bits(got.query, other.query)) && (!c.key || same_bits(got.key, other.key)) &&
+            (!c.value || same_bits(got.value, other.value)),
+        name + ": other bits with a mask that hides nothing");
+}
+
 void run_case(const cpu::KernelSet& isa, const Case& base, ScalarKind dtype) {
   Case c = base;
   c.dtype = dtype;
@@ -384,6 +399,7 @@ void run_case(const cpu::KernelSet& isa, const Case& base, ScalarKind dtype) {
             (!c.mask_grad || same_bits(got.mask, other.mask)) &&
             (!c.sinks || same_bits(got.sinks, other.sinks)),
         name + ": other bits with other threads");
+  check_small_heads(c, *isa.kernels, in, got, name);
   if (failures != before) std::fprintf(stderr, "%s: %d failures\n", name.c_str(), failures - before);
 }
 
@@ -692,6 +708,46 @@ void add_few_rows(const Add& add) {
   });
 }
 
+// Many heads of a few rows and keys: up to 16 of both they have a way of their own.
+void add_small_heads(const Add& add) {
+  const auto heads = [&](const char* name, const std::function<void(Case&)>& change) {
+    add((std::string("small heads ") + name).c_str(), [&](Case& c) {
+      sized(c, 16, 16, 32, 32);
+      c.batch = 5;
+      change(c);
+    });
+  };
+  heads("whole", [](Case&) {});
+  for (const int64_t rows : {1, 7, 8, 9, 15, 17}) {
+    for (const int64_t keys : {1, 3, 8, 11, 16, 17}) {
+      heads("of some rows", [=](Case& c) { sized(c, rows, keys, 8 + rows, 3 * keys); });
+    }
+  }
+  heads("of many features", [](Case& c) { sized(c, 8, 8, 64, 64); });
+  heads("of more features", [](Case& c) { sized(c, 12, 10, 72, 130); });
+  heads("of no features", [](Case& c) { sized(c, 12, 10, 0, 8); });
+  heads("of no values", [](Case& c) { sized(c, 12, 10, 8, 0); });
+  heads("enough for a task of several", [](Case& c) {
+    sized(c, 3, 5, 16, 16);
+    c.batch = 67;
+  });
+  heads("of a group", [](Case& c) { c.query_heads = 4; });
+  heads("beside each other", [](Case& c) { c.placement.order = "brhc"; });
+  heads("columns apart", [](Case& c) { c.placement.order = "bhcr"; });
+  heads("rows apart", [](Case& c) { c.placement.gap = 5; });
+  heads("expanded", [](Case& c) { c.expanded = true; });
+  heads("causal", [](Case& c) { c.rule.window_right = 0; });
+  heads("negative scale", [](Case& c) { c.rule.scale = -0.5; });
+  heads("scale 0", [](Case& c) { c.rule.scale = 0; });
+  heads("sinks", [](Case& c) { c.sinks = true; });
+  heads("one without NaN", [](Case& c) { c.visible_nan = true; });
+  heads("some with NaN and Inf", [](Case& c) { c.masked_keys = 3; });
+  heads("dropout", [](Case& c) { c.dropout = 0.3; });
+  for (int i = 0; i < 3; ++i) {
+    heads("one gradient", [=](Case& c) { c.query = i == 0, c.key = i == 1, c.value = i == 2; });
+  }
+}
+
 // Every size, small, of every dim, at the edges of memory.
 void add_sizes(const Add& add) {
   constexpr const char* kDims[] = {"", "rc", "c", "bhrc", "r", "hrc", "bc"};
@@ -731,6 +787,7 @@ std::vector<Case> cases() {
   add_masks(add);
   add_gradients(add);
   add_few_rows(add);
+  add_small_heads(add);
   // Few keys have a way of their own: the same again with many.
   for (size_t i = 0, count = all.size(); i < count; ++i) {
     if (all[i].key_len == 0 || all[i].key_len > 128 || all[i].query_len <= 8) continue;

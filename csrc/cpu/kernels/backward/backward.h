@@ -26,6 +26,11 @@ constexpr Way<BackwardParams, BackwardPlan> backward_way(BackwardPath path) {
         return {FewRows<S>::plan, FewRows<S>::tasks, FewRows<S>::run};
     case BackwardPath::kFewKeys:
       return {FewKeys<S>::plan, FewKeys<S>::tasks, FewKeys<S>::run};
+    case BackwardPath::kSmallHeads:
+      if constexpr (!S::Product::kInRegisters)
+        return {};
+      else
+        return {FewKeys<WideScheme<S>>::plan, FewKeys<WideScheme<S>>::tasks, FewKeys<WideScheme<S>>::run};
   }
   return {};
 }

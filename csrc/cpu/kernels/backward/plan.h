@@ -8,12 +8,21 @@ namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
 constexpr int64_t kFewKeys = 128;
 constexpr int64_t kBackwardFewRows = 8;
+// A head of at most so many rows, keys and features has too few products for those of pairs, or of a matrix
+// unit, to be worth what it takes to bring its operands there.
+constexpr int64_t kSmallRows = 16;
+constexpr int64_t kSmallKeys = 16;
+constexpr int64_t kSmallDim = 64;
 
 ATTN_EXT_INLINE BackwardPath backward_path(const BackwardParams& params) {
   const AttentionShape& shape = params.shape;
   // Before few rows: delta comes from the weights there, not from a rounded output, and with few keys nothing
   // averages that rounding out.
-  if (shape.key_len > 0 && shape.key_len <= kFewKeys) return BackwardPath::kFewKeys;
+  if (shape.key_len > 0 && shape.key_len <= kFewKeys) {
+    const bool small = shape.query_len <= kSmallRows && shape.key_len <= kSmallKeys &&
+                       shape.head_dim <= kSmallDim && shape.value_dim <= kSmallDim;
+    return small ? BackwardPath::kSmallHeads : BackwardPath::kFewKeys;
+  }
   return shape.query_len <= kBackwardFewRows ? BackwardPath::kFewRows : BackwardPath::kTiles;
 }
 

@@ -7,11 +7,12 @@
 namespace attn_ext::cpu {
 
 enum class BackwardPath : int8_t {
-  kTiles,    // blocks of keys against blocks of queries, packed
-  kFewRows,  // a handful of query rows, many keys: keys and values read once, unpacked, in pieces
-  kFewKeys,  // so few keys that whole rows of weights stay in the nearest cache
+  kTiles,       // blocks of keys against blocks of queries, packed
+  kFewRows,     // a handful of query rows, many keys: keys and values read once, unpacked, in pieces
+  kFewKeys,     // so few keys that whole rows of weights stay in the nearest cache
+  kSmallHeads,  // few rows and few keys: as few keys, in floats whatever the elements are
 };
-constexpr int kBackwardPaths = 3;
+constexpr int kBackwardPaths = 4;
 
 // Batches and key heads are the units of work. Units whose gradients meet in the same mask gradient are a
 // family; a chain is what of a family adds to one copy of that gradient, unit after unit.
@@ -45,6 +46,7 @@ struct BackwardPlan {
   BackwardPath path;
   bool exact_delta;  // delta from P dP rather than from the output
   ChainsPlan chains;
+  int64_t task_chains;  // with few keys: the chains that a task takes
   TilesPlan tiles;
   FewRowsPlan few_rows;
   int64_t rounds;

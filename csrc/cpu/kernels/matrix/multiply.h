@@ -21,29 +21,52 @@ struct MultiplyArgs {
   int64_t out_stride;  // in whole vectors
 };
 
+// Where tiles of rows begin, and how high they are: nearly equal, as a low one waits for itself. Outside of
+// registers a tile of fewer rows than there can be costs more than a whole one, so that the last one goes
+// back over rows that are made already, where making them once more changes nothing.
+struct TileRows {
+  int64_t begin, end;
+};
+template <typename Product, bool Carry>
+struct RowTiles {
+  int64_t rows, height, higher;  // the first `higher` tiles have a row more
+
+  explicit RowTiles(int64_t count) : rows(count), height(Product::kTileRows), higher(0) {
+    if (!Product::kInRegisters || count == 0) return;
+    const auto all = static_cast<uint32_t>(count);  // what divides these is quicker
+    const uint32_t tiles = (all + Product::kTileRows - 1) / Product::kTileRows;
+    height = all / tiles;
+    higher = all % tiles;
+  }
+  TileRows next(int64_t tile, int64_t begin) const {
+    const int64_t end = begin + height + (tile < higher);
+    if (end <= rows) return {begin, end};
+    return {Carry || rows < height ? begin : rows - height, rows};
+  }
+};
+
 template <typename Product, bool Carry>
 void multiply(const MultiplyArgs<Product>& m) {
-  const int64_t tiles = ceil_div(m.rows, Product::kTileRows);
-  // Of nearly equal height, as a low one waits for itself; outside of registers whole ones, which cost least.
-  const auto first_row = [&](int64_t tile) {
-    return Product::kInRegisters ? tile * m.rows / tiles : smaller(tile * Product::kTileRows, m.rows);
-  };
+  const RowTiles<Product, Carry> tiles(m.rows);
   TileArgs<Product> args{};
   args.depth = m.depth;
   args.left_stride = m.left_stride;
   args.left_step = m.left_step;
   args.right_stride = m.right.row_stride;
   args.out_stride = m.out_stride;
+  args.right = m.right.data;
   for (int64_t column = 0; column < m.columns; column += m.right_width) {
     const int64_t columns =
         round_up(smaller(m.right_width, m.columns - column), kColumnStep<typename Product::Accum>);
-    args.right = m.right.data + column / m.right_width * m.right.panel_stride;
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-      const int64_t row = first_row(tile);
-      args.left = m.left + row * m.left_stride;
-      args.out = m.out + row * m.out_stride + column;
-      tile_function<Product, Carry>(first_row(tile + 1) - row, columns)(args);
+    int64_t tile = 0;
+    for (int64_t row = 0; row < m.rows; ++tile) {
+      const TileRows place = tiles.next(tile, row);
+      args.left = m.left + place.begin * m.left_stride;
+      args.out = m.out + place.begin * m.out_stride + column;
+      tile_function<Product, Carry>(place.end - place.begin, columns)(args);
+      row = place.end;
     }
+    args.right += m.right.panel_stride;
   }
 }
 

@@ -23,6 +23,10 @@ struct Scheme {
       kDepth == 2;  // operands are pairs: P and dS are rounded and paired on the way
 };
 
+// The same elements, multiplied as numbers of the type of their sums.
+template <typename S>
+using WideScheme = Scheme<typename S::Element, PlainProduct<typename S::Accum>>;
+
 // A dim in whole vectors, and the width of the panels of nearly equal width that it is cut into.
 template <typename S>
 ATTN_EXT_INLINE int64_t padded_dim(int64_t dim) {

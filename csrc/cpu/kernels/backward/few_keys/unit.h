@@ -84,8 +84,9 @@ FewKeysScratch<S> take_few_keys_scratch(Arena& arena, const BackwardParams& para
     s.grad_columns = take<Operand>(arena, rows / 2 * s.stride);
   }
   s.grad_query = take<T>(arena, rows * dim);
-  s.grad_key = take<T>(arena, keys * dim);
-  s.grad_value = take<T>(arena, keys * value_dim);
+  const int64_t key_tiles = round_up(keys, S::kTileRows);
+  s.grad_key = take<T>(arena, key_tiles * dim);
+  s.grad_value = take<T>(arena, key_tiles * value_dim);
   return s;
 }
 
@@ -171,10 +172,16 @@ class FewKeysUnit {
   void add_key_side(int64_t count, Operands<Operand> query, Operands<Operand> grad) const;
   MultiplyArgs<Product> product_args(int64_t rows, int64_t columns, int64_t depth, Operands<Operand> right,
                                      T* out) const;
+  // As many as whole tiles have, where others cost more: for products of the scratch memory, which has room.
+  static int64_t tile_rows(int64_t count) {
+    return Product::kInRegisters ? count : round_up(count, S::kTileRows);
+  }
   // out (rows, keys) = left (rows, dim) . right (dim, keys)
   void multiply_rows(const Matrix<Element>& left, Operand* buffer, Operands<Operand> right, T* out) const {
-    const Operands<Operand> rows = left_operands<S>(left, buffer);
-    MultiplyArgs<Product> args = product_args(left.rows, keys_, depth_of<Product>(left.columns), right, out);
+    const bool fills_tile = Product::kInRegisters || left.rows >= S::kTileRows;
+    const Operands<Operand> rows = left_operands<S>(left, buffer, fills_tile);
+    MultiplyArgs<Product> args = product_args(fills_tile ? left.rows : tile_rows(left.rows), keys_,
+                                              depth_of<Product>(left.columns), right, out);
     args.left = rows.data;
     args.left_stride = rows.row_stride;
     multiply<Product, false>(args);
@@ -281,7 +288,7 @@ void FewKeysUnit<S>::add_key_side(int64_t count, Operands<Operand> query, Operan
     grads = s_.grads;
   }
   const auto add = [&](const Operand* left, Operand* columns, Operands<Operand> right, int64_t dim, T* out) {
-    MultiplyArgs<Product> args = product_args(keys_, dim, depth_of<Product>(count), right, out);
+    MultiplyArgs<Product> args = product_args(tile_rows(keys_), dim, depth_of<Product>(count), right, out);
     if constexpr (Product::kInRegisters) {
       args.left = left;
       args.left_stride = 1;
@@ -302,7 +309,8 @@ void FewKeysUnit<S>::add_key_side(int64_t count, Operands<Operand> query, Operan
 template <typename S>
 void FewKeysUnit<S>::store_grad_query(int64_t first, int64_t count) {
   const int64_t dim = params_.shape.head_dim;
-  MultiplyArgs<Product> args = product_args(count, dim, depth_of<Product>(keys_), key_rows_, s_.grad_query);
+  MultiplyArgs<Product> args =
+      product_args(tile_rows(count), dim, depth_of<Product>(keys_), key_rows_, s_.grad_query);
   args.left = s_.grad_rows;
   if constexpr (std::is_same_v<Operand, T>) args.left = s_.grads;
   args.left_stride = std::is_same_v<Operand, T> ? stride_ : s_.left_stride;
