@@ -67,3 +67,16 @@ def test_a_row_has_the_same_bits_beside_any_batch_and_heads(call, query_len, key
     )
     assert torch.equal(part, whole[1:2, 2:3])
     assert torch.equal(part_lse, lse[1:2, 2:3])
+
+
+@by_dtype
+@pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (24, 20), (67, 40)])
+@pytest.mark.parametrize("query_len", [1, 5, 8, 16])
+def test_bits_of_a_few_rows_do_not_depend_on_how_keys_and_values_lie(query_len, dim, value_dim, dtype):
+    query, key, value = (
+        torch.randn(2, 3, length, columns, dtype=dtype, requires_grad=True)
+        for length, columns in ((query_len, dim), (471, dim), (471, value_dim))
+    )
+    across = [x.detach().mT.contiguous().mT.requires_grad_() for x in (key, value)]
+    for a, b in zip(everything((query, key, value), {}), everything((query, *across), {}), strict=True):
+        assert torch.equal(a, b)

@@ -444,6 +444,17 @@ void add_shapes(const Add& add) {
     c.batch = 2;
     c.placement.order = "bhcr";
   });
+  for (const int64_t lq : {1, 3, 9, 16}) {
+    add("few rows, columns apart", [=](Case& c) {
+      sized(c, lq, 395, 40, 72);
+      c.placement.order = "bhcr";
+      c.dropout = 0.2;
+      c.mask = "rc";
+      c.mask_density = 0.05;
+      c.masked_keys = 9;
+      c.key_heads = 1;
+    });
+  }
 }
 
 void add_rules(const Add& add) {

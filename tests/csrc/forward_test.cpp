@@ -515,6 +515,15 @@ std::vector<Case> cases() {
       c.name = std::string("layout split ") + layout;
     });
   }
+  for (const int64_t lq : {1, 7, 16}) {
+    add("poisoned values across memory", [&](Case& c) {
+      sized(c, lq, 333, 40, 72);
+      c.poison_values = 5;
+      c.mask = "rc";
+      c.mask_density = 0.5;
+      c.placement.order = "bhcr";
+    });
+  }
   for (const int64_t lk : {90, 1300}) {
     for (const int64_t lq : {3, 25, 60}) {
       const std::string size = std::to_string(lq) + "x" + std::to_string(lk);

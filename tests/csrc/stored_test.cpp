@@ -1,5 +1,5 @@
-// Rows of keys and values that are stored in pages, of another type or with factors, against the same rows
-// one after the other: the same bits. Each page lies between guard pages of its own.
+// Rows of keys and values that are stored in pages, of another type, with factors or across memory, against
+// the same rows one after the other: the same bits. Each page lies between guard pages of its own.
 #include "support.h"
 
 namespace attn_ext::test {
@@ -8,14 +8,15 @@ namespace {
 struct Case {
   ScalarKind dtype = ScalarKind::kFloat32;
   ScalarKind stored = ScalarKind::kNone;  // none: as the query
-  int64_t page_rows = 16;
+  int64_t page_rows = 16;                 // 0: no pages
+  bool across = false;                    // (heads, columns, rows) of a page
   int64_t query_len = 1, key_len = 300, head_dim = 24, value_dim = 20;
   double key_factor = 1, value_factor = 1;  // powers of two: no bit of a product changes
 
   std::string name() const {
     std::string all = "stored";
     for (const int64_t number : {static_cast<int64_t>(dtype), static_cast<int64_t>(stored), page_rows,
-                                 query_len, key_len, head_dim, value_dim}) {
+                                 query_len, key_len, head_dim, value_dim, int64_t{across}}) {
       all += ' ';
       all += std::to_string(number);
     }
@@ -60,10 +61,11 @@ struct Rows {
       : dense(c.dtype, 1, kKeyHeads, c.key_len, columns) {
     const ScalarKind kind = c.stored == ScalarKind::kNone ? c.dtype : c.stored;
     const int64_t bytes = stored_size(kind), row = kKeyHeads * columns;
-    const int64_t count = (c.key_len + c.page_rows - 1) / c.page_rows;
+    const int64_t page_rows = c.page_rows > 0 ? c.page_rows : std::max<int64_t>(1, c.key_len);
+    const int64_t count = (c.key_len + page_rows - 1) / page_rows;
     for (int64_t page = 0; page < count; ++page) {
       memory.push_back(
-          std::make_unique<GuardedMemory>(c.page_rows * row * bytes, page % 2 ? Edge::kStart : Edge::kEnd));
+          std::make_unique<GuardedMemory>(page_rows * row * bytes, page % 2 ? Edge::kStart : Edge::kEnd));
     }
     std::shuffle(memory.begin(), memory.end(), generator);
     char* base = count == 0 ? nullptr : memory.front()->data();
@@ -73,14 +75,15 @@ struct Rows {
         const uint32_t code = generator();
         const double x = number_of(code, kind);
         dense.set(0, i / columns, r, i % columns, x);
-        write_stored(kind, memory[static_cast<size_t>(r / c.page_rows)]->data(), r % c.page_rows * row + i, x,
-                     code);
+        const int64_t place = c.across ? i * page_rows + r % page_rows : r % page_rows * row + i;
+        write_stored(kind, memory[static_cast<size_t>(r / page_rows)]->data(), place, x, code);
       }
     }
     view = {base, nullptr, 0, columns, row, 1};
+    if (c.across) view = {base, nullptr, 0, columns * page_rows, 1, page_rows};
     storage.kind = c.stored;
-    storage.pages = pages.data();
-    storage.page_rows = c.page_rows;
+    if (c.page_rows > 0) storage.pages = pages.data();
+    storage.page_rows = page_rows;
     storage.page_stride = 1;
     if (factor != 1) {
       factors = Tensor(ScalarKind::kFloat32, 1, kKeyHeads, 1, 1);
@@ -151,7 +154,22 @@ std::vector<Case> cases() {
   const int64_t pages[] = {1, 3, 8, 16, 24, 256};
   const int64_t lengths[][2] = {{1, 1}, {1, 300}, {5, 37}, {17, 1100}, {20, 90}, {33, 1100}, {3, 0}, {0, 7}};
   int64_t n = 0;
+  const int64_t rows_across[][2] = {{1, 300}, {5, 37}, {16, 129}, {2, 95}, {3, 1}, {20, 90}, {33, 1100}};
   for (const ScalarKind dtype : dtypes) {
+    for (const int64_t page_rows : {0, 24, 64}) {
+      for (const auto& length : rows_across) {
+        for (const int64_t dim : {1, 7, 16, 40, 64, 67}) {
+          Case c;
+          c.dtype = dtype;
+          c.across = true;
+          c.page_rows = page_rows;
+          c.query_len = length[0], c.key_len = length[1];
+          c.head_dim = dim, c.value_dim = dim % 5 == 0 ? dim + 9 : dim;
+          if (++n % 4 == 0) c.stored = n % 8 == 0 ? ScalarKind::kInt8 : ScalarKind::kFloat8E4m3;
+          all.push_back(c);
+        }
+      }
+    }
     for (const int64_t page_rows : pages) {
       for (const auto& length : lengths) {
         Case c;

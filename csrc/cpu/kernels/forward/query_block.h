@@ -22,6 +22,10 @@ constexpr int64_t kStreamKeys = 32;  // keys whose values are streamed at a time
 // Keys of a value product: so many rows of values stay in the nearest cache for all tiles of a band.
 constexpr int64_t kValueDepth = 1024;
 
+// Keys, or values, that are copied at a time, at most.
+template <typename Element>
+constexpr int64_t kCopiedKeys = larger(kStreamKeys, kAcrossRows<Element>);
+
 template <typename S>
 struct QueryScratch {
   using T = typename S::Accum;
@@ -29,8 +33,8 @@ struct QueryScratch {
   typename S::Operand* query;       // (rows, query_stride)
   T* scores;                        // (band rows, score_stride)
   T* output;                        // (rows, padded Dv), not yet divided by the row sum
-  typename S::Element* key_rows;    // (lanes, D), and
-  typename S::Element* value_rows;  // (kStreamKeys, Dv): copied rows, where they are streamed; else
+  typename S::Element* key_rows;    // (kCopiedKeys, D), and
+  typename S::Element* value_rows;  // (kCopiedKeys, Dv): copied rows, where they are streamed; else
   typename S::Element* finite_values;          // (kValueDepth, panel width): a stretch without NaN and Inf,
   typename S::Operand* finite_value_operands;  // and as it is multiplied,
   BadRows* bad_keys;                           // and the keys of which they were left out
@@ -69,8 +73,8 @@ inline QueryScratch<S> take_query_scratch(Arena& arena, const ForwardParams& par
   s.scores = take<T>(arena, kBandRows<S> * s.score_stride);
   s.output = take<T>(arena, rows * s.output_stride);
   if (plan.path == ForwardPath::kFewRows) {
-    s.key_rows = take<typename S::Element>(arena, S::kLane * shape.head_dim);
-    s.value_rows = take<typename S::Element>(arena, kStreamKeys * shape.value_dim);
+    s.key_rows = take<typename S::Element>(arena, kCopiedKeys<typename S::Element> * shape.head_dim);
+    s.value_rows = take<typename S::Element>(arena, kCopiedKeys<typename S::Element> * shape.value_dim);
   } else {
     const int64_t keys = round_up(smaller(kValueDepth, plan.block_keys), S::kLane);
     const int64_t width = panel_width_of<S>(shape.value_dim);
@@ -243,12 +247,12 @@ class QueryBlock {
   void stream_rows(int64_t band, int64_t row, int64_t key, StreamArgs<S, Stored>& args);
   void keep_weights(int64_t band) const;
   template <typename Stored>
-  Matrix<Stored> key_rows(const StoredRows<Stored>& keys, int64_t key, int64_t distance) const;
+  Matrix<Stored> key_rows(const StoredRows<Stored>& keys, Range rest, int64_t distance, Range& copied) const;
   template <typename Stored>
   Range keys_of_stretch(const StoredRows<Stored>& values, int64_t key, int64_t end) const;
   template <typename Stored>
-  void gather_values(const StoredRows<Stored>& values, Range keys, int64_t distance, Stored* to,
-                     BadRows& bad) const;
+  const Stored* gather_values(const StoredRows<Stored>& values, Range rest, int64_t end, int64_t distance,
+                              Range& copied, BadRows& bad) const;
 
   // output.h
   void finish_rows(int64_t band);

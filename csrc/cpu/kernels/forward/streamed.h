@@ -49,6 +49,7 @@ void QueryBlock<S>::stream_scores_of(int64_t band) {
   const StoredRows<Stored> values = stored_values<Stored>(0, params_.shape.value_dim);
   const int64_t distance = prefetch_distance<Stored, S::kLane>(keys.columns());
   const int64_t key_len = params_.shape.key_len;
+  Range copied{0, 0};
   for (int64_t i = 0; i < run_count_; ++i) {
     const Range run = runs_[i];
     for (int64_t j = run.begin; j < run.end; j += S::kLane) {
@@ -58,7 +59,7 @@ void QueryBlock<S>::stream_scores_of(int64_t band) {
         ahead = next < run.end ? keys.ahead(block_key_ + next, key_len)
                                : values.ahead(block_key_ + run.begin + next - run.end, key_len);
       }
-      const Matrix<Stored> rows = key_rows(keys, j, band == 0 ? distance : 0);
+      const Matrix<Stored> rows = key_rows(keys, {j, run.end}, band == 0 ? distance : 0, copied);
       each_few_rows<S>(band, band + band_rows(band), [&](auto count, int64_t r) {
         dot_rows<S, decltype(count)::value>(s_.query + r * s_.query_stride, s_.query_stride, rows, ahead,
                                             score_row(band, r) + j, s_.score_stride);
@@ -68,18 +69,24 @@ void QueryBlock<S>::stream_scores_of(int64_t band) {
   }
 }
 
-// A vector of keys from `key` of the block on: where they lie, or a copy, with zero for those that are not
-// there.
+// A vector of keys, the first of `rest`: where they lie, or copied, with zero for those that are not there.
+// Where keys lie across memory, some lines of it are copied at a time: the keys that are `copied`.
 template <typename S>
 template <typename Stored>
-Matrix<Stored> QueryBlock<S>::key_rows(const StoredRows<Stored>& keys, int64_t key, int64_t distance) const {
-  const int64_t first = block_key_ + key, count = smaller(S::kLane, block_count_ - key);
-  if (count == S::kLane && params_.key.column_stride == 1 && keys.lie_in_place(first, count)) {
-    return keys.in_place(first, count);
+Matrix<Stored> QueryBlock<S>::key_rows(const StoredRows<Stored>& keys, Range rest, int64_t distance,
+                                       Range& copied) const {
+  const int64_t key = rest.begin, first = block_key_ + key;
+  if (key + S::kLane <= block_count_ && params_.key.column_stride == 1 &&
+      keys.lie_in_place(first, S::kLane)) {
+    return keys.in_place(first, S::kLane);
   }
-  Stored* copy = reinterpret_cast<Stored*>(s_.key_rows);
-  keys.copy(first, count, S::kLane, copy, distance, rows_to_ask_for(distance));
-  return {copy, keys.columns(), 1, S::kLane, keys.columns()};
+  Stored* rows = reinterpret_cast<Stored*>(s_.key_rows);
+  if (key < copied.begin || key >= copied.end) {
+    copied = {key, smaller(rest.end, key + (keys.lie_across() ? kAcrossRows<Stored> : S::kLane))};
+    const int64_t count = smaller(copied.end, block_count_) - key;
+    keys.copy(first, count, copied.end - key, rows, distance, rows_to_ask_for(distance));
+  }
+  return {rows + (key - copied.begin) * keys.columns(), keys.columns(), 1, S::kLane, keys.columns()};
 }
 
 // Of out (Rows, Dv) (+)= left (Rows, depth) . rows (depth, Dv) the columns from `column` on: Vectors * lanes
@@ -175,6 +182,7 @@ void QueryBlock<S>::stream_values_of(int64_t band) {
   args.fresh = true;
   BadRows bad;
   bad.count = 0;
+  Range copied{0, 0};
   for (int64_t i = 0; i < run_count_; ++i) {
     const Range run = runs_[i];
     for (int64_t j = run.begin, next; j < run.end; j = next, args.fresh = false) {
@@ -184,9 +192,7 @@ void QueryBlock<S>::stream_values_of(int64_t band) {
       const int64_t first = block_key_ + j, count = args.depth * S::kDepth, ahead = j + distance;
       args.ahead = {};
       if (copies || j + count > block_count_ || !values.lie_in_place(first, count)) {
-        Stored* copy = reinterpret_cast<Stored*>(s_.value_rows);
-        gather_values(values, keys, band == 0 ? distance : 0, copy, bad);
-        args.rows = copy;
+        args.rows = gather_values(values, {j, run.end}, keys.end, band == 0 ? distance : 0, copied, bad);
         args.row_stride = values.columns();
       } else {
         const Matrix<Stored> rows = values.in_place(first, count);
@@ -213,7 +219,8 @@ template <typename Stored>
 Range QueryBlock<S>::keys_of_stretch(const StoredRows<Stored>& values, int64_t key, int64_t end) const {
   const int64_t page_rows = params_.value_storage.page_rows;
   const int64_t count = smaller(kStreamKeys, smaller(end, block_count_) - key);
-  const bool by_page = page_rows >= kSmallestPage && page_rows % S::kDepth == 0 && !values.is_converted();
+  const bool by_page = page_rows >= kSmallestPage && page_rows % S::kDepth == 0 && !values.is_converted() &&
+                       !values.lie_across();
   return {key, key + (by_page ? values.in_page(block_key_ + key, count) : count)};
 }
 
@@ -248,20 +255,28 @@ void QueryBlock<S>::keep_weights(int64_t band) const {
   }
 }
 
-// Copies the values of `keys`, and zero for the keys that fill up the last operand. In careful mode NaN and
-// Inf are left out, and noted.
+// Copies the values of the keys from the first of `rest` up to `end`, and zero for the keys that fill up the
+// last operand, as key_rows does. In careful mode NaN and Inf are left out, and noted.
 template <typename S>
 template <typename Stored>
-void QueryBlock<S>::gather_values(const StoredRows<Stored>& values, Range keys, int64_t distance, Stored* to,
-                                  BadRows& bad) const {
-  const int64_t count = keys.end - keys.begin, rows = round_up(count, S::kDepth), width = values.columns();
-  values.copy(block_key_ + keys.begin, count, rows, to, distance, rows_to_ask_for(distance));
+const Stored* QueryBlock<S>::gather_values(const StoredRows<Stored>& values, Range rest, int64_t end,
+                                           int64_t distance, Range& copied, BadRows& bad) const {
+  const int64_t key = rest.begin, width = values.columns();
+  Stored* to = reinterpret_cast<Stored*>(s_.value_rows);
+  if (key < copied.begin || key >= copied.end) {
+    const int64_t most = smaller(rest.end, block_count_);
+    copied = {key, values.lie_across() ? smaller(most, key + kAcrossRows<Stored>) : end};
+    const int64_t count = copied.end - key;
+    values.copy(block_key_ + key, count, round_up(count, S::kDepth), to, distance, rows_to_ask_for(distance));
+  }
+  to += (key - copied.begin) * width;
   if constexpr (std::is_same_v<Stored, Element>) {
-    if (!careful_) return;
-    const Matrix<Element> copy{to, width, 1, rows, width};
+    if (!careful_) return to;
+    const Matrix<Element> copy{to, width, 1, round_up(end - key, S::kDepth), width};
     find_bad_rows(copy, bad);
     finite_only(copy, to);
   }
+  return to;
 }
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

@@ -17,6 +17,7 @@ ATTN_EXT_INLINE bool is_finite_at(const Matrix<Element>& m, int64_t r, int64_t c
 template <typename Element>
 bool all_finite(Matrix<Element> m) {
   using T = Compute<Element>;
+  if (m.row_stride == 1 && m.column_stride != 1) m = {m.data, m.column_stride, 1, m.columns, m.rows};
   if (m.column_stride == 1 && m.row_stride == m.columns) {  // one long row
     m.columns *= m.rows;
     m.rows = 1;

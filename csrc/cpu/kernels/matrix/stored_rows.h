@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../vector/convert.h"
+#include "across.h"
 #include "matrix.h"
 #include "rows_ahead.h"
 
@@ -87,6 +88,9 @@ class StoredRows {
     return in_pages() ? smaller(count, storage_.page_rows - first % storage_.page_rows) : count;
   }
 
+  // Whether the elements of a column are neighbours, and those of a row are not.
+  bool lie_across() const { return lies_across(view_); }
+
   // Whether the rows are elements, row_stride apart.
   bool lie_in_place(int64_t first, int64_t count) const {
     return !is_converted() && in_page(first, count) == count;
@@ -111,7 +115,9 @@ class StoredRows {
 
   // Rows to ask memory for while others are read in place. The pages end with row `end`.
   RowsAhead ahead(int64_t row, int64_t end) const {
-    if (is_converted() || (in_pages() && (row >= end || storage_.page_rows < kSmallestPage))) return {};
+    if (view_.column_stride != 1 || is_converted() ||
+        (in_pages() && (row >= end || storage_.page_rows < kSmallestPage)))
+      return {};
     constexpr int64_t kBytes = sizeof(Element);
     return {reinterpret_cast<const char*>(element<Element>(row)), view_.row_stride * kBytes};
   }
@@ -141,8 +147,16 @@ __attribute__((noinline)) void StoredRows<Element>::copy(int64_t first, int64_t 
     for (int64_t r = 0; r < count;) {
       const int64_t together = in_page(first + r, count - r);
       const Stored* from = element<Stored>(first + r);
+      if constexpr (std::is_same_v<Element, Stored>) {
+        if (lie_across()) {
+          copy_across<Element>({from, view_.column_stride, together, columns_}, to, distance > 0);
+          r += together;
+          to += together * columns_;
+          continue;
+        }
+      }
       for (int64_t i = 0; i < together; ++i, ++r, from += view_.row_stride, to += columns_) {
-        if (first + r + distance < end) {
+        if (first + r + distance < end && view_.column_stride == 1) {
           const char* next = reinterpret_cast<const char*>(element<Stored>(first + r + distance));
           for (int64_t b = 0; b < columns_ * kBytes; b += 64) __builtin_prefetch(next + b, 0, 2);
         }

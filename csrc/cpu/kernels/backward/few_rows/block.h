@@ -6,6 +6,7 @@
 #pragma once
 
 #include "../../interface/backward.h"
+#include "../../matrix/across.h"
 #include "../../matrix/arena.h"
 #include "../../matrix/finite.h"
 #include "../../matrix/multiply.h"
@@ -38,14 +39,16 @@ struct FewRowsScratch {
   T* cap_slope;          // (rows, kStepKeys): 1 - tanh^2
   T* keep;               // (rows, kDropoutColumns): dropout factors
   Element* gathered;     // (kStepKeys, D or Dv): what cannot be read in place; (Lq, D or Dv): what is cleaned
-  T* key_rows;           // (kStepKeys, padded D): keys as float
-  T* out;                // (kStepKeys, padded dim): dK or dV
+  Element *keys, *values;  // (kAcrossRows, D or Dv): copies, where they lie across memory
+  T* key_rows;             // (kStepKeys, padded D): keys as float
+  T* out;                  // (kStepKeys, padded dim): dK or dV
   int64_t query_stride, value_stride;
 };
 
 template <typename S>
 FewRowsScratch<S> take_few_rows_scratch(Arena& arena, const BackwardParams& params) {
   using T = typename S::Accum;
+  using Element = typename S::Element;
   using Operand = typename S::Operand;
   const AttentionShape& shape = params.shape;
   const int64_t rows = group_size(shape) * shape.query_len;
@@ -64,8 +67,10 @@ FewRowsScratch<S> take_few_rows_scratch(Arena& arena, const BackwardParams& para
   s.grads = take<T>(arena, rows * kStepKeys);
   if (params.rule.softcap > 0) s.cap_slope = take<T>(arena, rows * kStepKeys);
   if (params.dropout.enabled) s.keep = take<T>(arena, rows * kDropoutColumns);
-  s.gathered = take<typename S::Element>(
-      arena, larger(kStepKeys, shape.query_len) * larger(shape.head_dim, shape.value_dim));
+  s.gathered =
+      take<Element>(arena, larger(kStepKeys, shape.query_len) * larger(shape.head_dim, shape.value_dim));
+  if (lies_across(params.key)) s.keys = take<Element>(arena, kAcrossRows<Element> * shape.head_dim);
+  if (lies_across(params.value)) s.values = take<Element>(arena, kAcrossRows<Element> * shape.value_dim);
   s.key_rows = take<T>(arena, kStepKeys * dim);
   s.out = take<T>(arena, kStepKeys * larger(dim, value_dim));
   return s;
@@ -104,8 +109,16 @@ class FewRowsBlock {
     return rows_of<Element>(view, unit_.batch, unit_.key_head * group_ + group_head, 0,
                             params_.shape.query_len, dim);
   }
-  Matrix<Element> key_side(const TensorView& view, Range keys, int64_t dim) const {
-    return rows_of<Element>(view, unit_.batch, unit_.key_head, keys.begin, keys.end - keys.begin, dim);
+  // Keys, or values: where they lie, or in `copy`.
+  Matrix<Element> key_side(const TensorView& view, Range keys, int64_t dim, const Element* copy) const {
+    const int64_t count = keys.end - keys.begin;
+    if (copy != nullptr) return {copy + (keys.begin - copied_.begin) * dim, dim, 1, count, dim};
+    return rows_of<Element>(view, unit_.batch, unit_.key_head, keys.begin, count, dim);
+  }
+  void copy_side(const TensorView& view, int64_t dim, Element* to) const {
+    if (to == nullptr) return;
+    const Element* from = row_pointer<const Element>(view, unit_.batch, unit_.key_head, copied_.begin);
+    copy_across<Element>({from, view.column_stride, copied_.end - copied_.begin, dim}, to, true);
   }
   RowPlace row_place(int64_t row) const { return {unit_.batch, head_of(row), query_of(row)}; }
   bool pack_side(const TensorView& view, int64_t dim, Operand* operands, T* rows, bool may_be_bad) const;
@@ -119,7 +132,7 @@ class FewRowsBlock {
     return false;
   }
   void multiply_rows(const Operand* left, int64_t left_stride, const Matrix<Element>& right, T* out) const;
-  void step(Pass pass, Range keys);
+  void step(Pass pass, Range keys, int64_t end);
   // The factors of kDropoutColumns keys.
   void draw_dropout(int64_t first_key) const {
     const PhiloxBatch state = philox_batch(params_.dropout, unit_.batch);
@@ -165,6 +178,7 @@ class FewRowsBlock {
   const int64_t group_, rows_;
   const bool exact_delta_, streamed_;
   Unit unit_{0, 0};
+  Range copied_{0, 0};                            // of the unit's keys
   bool bad_queries_ = false, bad_grads_ = false;  // NaN or Inf in a query row, in a row of dO
 };
 
@@ -364,10 +378,16 @@ void FewRowsBlock<S>::store_key_sides(Range keys) const {
   }
 }
 
+// `end`: of the keys that are visited.
 template <typename S>
-void FewRowsBlock<S>::step(Pass pass, Range keys) {
+void FewRowsBlock<S>::step(Pass pass, Range keys, int64_t end) {
   const AttentionShape& shape = params_.shape;
-  const Matrix<Element> key = key_side(params_.key, keys, shape.head_dim);
+  if (keys.begin >= copied_.end) {
+    copied_ = {keys.begin, smaller(keys.begin + kAcrossRows<Element>, end)};
+    copy_side(params_.key, shape.head_dim, s_.keys);
+    if (params_.grad_output.data != nullptr) copy_side(params_.value, shape.value_dim, s_.values);
+  }
+  const Matrix<Element> key = key_side(params_.key, keys, shape.head_dim, s_.keys);
   multiply_rows(s_.query, s_.query_stride, key, s_.weights);
   // A key that is not finite gives no finite product with any row.
   const bool finite = are_finite(s_.weights, rows_ * kStepKeys);
@@ -375,7 +395,8 @@ void FewRowsBlock<S>::step(Pass pass, Range keys) {
   finish_step_scores(keys);
   if (pass == Pass::kRowMax || pass == Pass::kRowSum) return add_to_terms(pass);
   if (params_.grad_output.data != nullptr) {
-    multiply_rows(s_.grad_output, s_.value_stride, key_side(params_.value, keys, shape.value_dim), s_.grads);
+    multiply_rows(s_.grad_output, s_.value_stride, key_side(params_.value, keys, shape.value_dim, s_.values),
+                  s_.grads);
   }
   for (int64_t r = 0; r < rows_; ++r) finish_row(pass, r, keys);
   if (pass == Pass::kDelta) return;
@@ -385,11 +406,12 @@ void FewRowsBlock<S>::step(Pass pass, Range keys) {
 
 template <typename S>
 void FewRowsBlock<S>::visit(Pass pass, Range keys) {
+  copied_ = {0, 0};
   for (int64_t first = keys.begin; first < keys.end; first += kStepKeys) {
     const Range these{first, smaller(first + kStepKeys, keys.end)};
     if (params_.dropout.enabled && first % kDropoutColumns == 0) draw_dropout(first);
     if (is_live(these)) {
-      step(pass, these);
+      step(pass, these, keys.end);
     } else if (pass == Pass::kGradients) {
       clear_key_side(params_.grad_key, these, params_.shape.head_dim);
       clear_key_side(params_.grad_value, these, params_.shape.value_dim);
