@@ -5,10 +5,11 @@
 
 A call is cut into tasks for so many threads. Here they run one after the other on one thread, and each is
 timed; the least of some turns counts. Then they are dealt out as threads would take them: in their order,
-each to the thread that is free first, all of a round before the next. A round costs what it takes here to
-start two threads and to wait for both, once for every doubling of the threads. The efficiency is the time
-of the tasks on one thread over threads x finish: 1 is perfect. What the call takes beside its tasks, memory
-from the system and back above all, has a column of its own.
+each to the thread that is free first, all of a round before the next. Where tasks take turns, each step of
+one is timed, and a thread waits where the task has to wait for another one's step. A round costs what it
+takes here to start two threads and to wait for both, once for every doubling of the threads. The efficiency
+is the time of the tasks on one thread over threads x finish: 1 is perfect. What the call takes beside its
+tasks, memory from the system and back above all, has a column of its own.
 
 What it leaves out: caches and memory that cores share, and clocks that fall when many cores work. Decoding
 is bound by memory: for it the table shows how evenly the bytes are dealt out.
@@ -40,7 +41,9 @@ OWN = [
     Cell("bias-1024", Shape(1, 12, 12, 1024, 1024, 64, 64), "bias"),
     Cell("decode-32768", Shape(1, 32, 8, 1, 32768, 128, 128)),
 ]
-Rounds = list[list[float]]
+#: Seconds of work, then whether it waits for a lane or sets it, the lane (-1: the task's end), the number.
+Step = tuple[float, bool, int, int]
+Rounds = list[list[list[Step]]]
 
 
 def call_of(problem: Problem) -> Callable[[], object]:
@@ -74,17 +77,38 @@ def timed(call: Callable[[], object], threads: int, turns: int) -> tuple[Rounds,
         rounds = _C.task_times(call)
         whole = time.perf_counter() - start
         tasks.append(rounds)
-        beside.append(whole - sum(map(sum, rounds)))
+        beside.append(whole - work(rounds))
     torch.set_num_threads(1)
-    least = [[min(times) for times in zip(*same, strict=True)] for same in zip(*tasks, strict=True)]
+    least = [
+        [[least_step(steps) for steps in zip(*same, strict=True)] for same in zip(*rounds, strict=True)]
+        for rounds in zip(*tasks, strict=True)
+    ]
     return [round for round in least if round], min(beside)
 
 
-def finish(round: Sequence[float], threads: int) -> float:
+def least_step(steps: Sequence[Step]) -> Step:
+    """Of the same step in several turns."""
+    return (min(step[0] for step in steps), *steps[0][1:])
+
+
+def work(rounds: Rounds) -> float:
+    """The seconds of all tasks."""
+    return sum(step[0] for round in rounds for task in round for step in task)
+
+
+def finish(round: Sequence[Sequence[Step]], threads: int) -> float:
     """When the last task ends, if each is taken by the thread that is free first."""
     free = [0.0] * threads
+    lanes: dict[int, list[tuple[int, float]]] = {}  # the numbers that each was set to, and when
     for task in round:
-        heapq.heapreplace(free, free[0] + task)
+        now = free[0]
+        for seconds, waits, lane, number in task:
+            now += seconds
+            if waits:
+                now = max(now, next(when for reached, when in lanes[lane] if reached >= number))
+            elif lane >= 0:
+                lanes.setdefault(lane, []).append((number, now))
+        heapq.heapreplace(free, now)
     return max(free)
 
 
@@ -141,7 +165,7 @@ def main() -> None:
             continue
         call = call_of(make_problem(cell, mode, DTYPES[dtype]))
         rounds, beside = timed(call, 1, options.turns)
-        one = sum(map(sum, rounds))
+        one = work(rounds)
         row = []
         for threads in options.threads:
             rounds, _ = timed(call, threads, options.turns)

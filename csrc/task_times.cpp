@@ -4,7 +4,8 @@
 
 namespace attn_ext {
 
-std::vector<std::vector<double>> task_times(const std::function<void()>& call) {
+std::vector<std::vector<std::vector<std::tuple<double, bool, int64_t, int64_t>>>> task_times(
+    const std::function<void()>& call) {
   cpu::TaskTimes times;
   cpu::times_wanted = &times;
   struct Reset {

@@ -413,9 +413,14 @@ def test_many_cores_deals_tasks_out():
     )
     assert rows == ["tiny fwd", "tiny bwd", "bert-128 fwd", "bert-128 bwd"]
     finish = load("benchmarks/many_cores.py").finish
-    assert finish([3.0, 1.0, 1.0, 1.0], 2) == 3.0
-    assert finish([1.0, 1.0, 1.0, 3.0], 2) == 4.0  # the largest last
-    assert finish([1.0, 2.0], 64) == 2.0
+    ends = {seconds: [(seconds, False, -1, 0)] for seconds in (1.0, 2.0, 3.0)}
+    assert finish([ends[3.0], ends[1.0], ends[1.0], ends[1.0]], 2) == 3.0
+    assert finish([ends[1.0], ends[1.0], ends[1.0], ends[3.0]], 2) == 4.0  # the largest last
+    assert finish([ends[1.0], ends[2.0]], 64) == 2.0
+    first = [(3.0, False, 7, 2), (1.0, False, -1, 0)]  # sets lane 7 to 2 after 3 seconds
+    second = [(1.0, True, 7, 1), (2.0, False, -1, 0)]  # waits for that
+    assert finish([first, second], 1) == 7.0
+    assert finish([first, second], 2) == 5.0
 
 
 class TestCliffs:

@@ -84,8 +84,11 @@ class JoinedCalls {
     // Whose notes a thread's memory holds.
     std::vector<const Call*> at_work(static_cast<size_t>(threads), nullptr);
     for (int64_t round = 0; round < rounds_; ++round) {
-      const std::vector<int64_t> ends = task_ends(round);
-      run_tasks(ends.back(), threads, [&](int64_t task, int64_t slot) {
+      const std::vector<int64_t> ends =
+          ends_of([round](const Call& call) { return call.tasks(round); }, round);
+      const std::vector<int64_t> lane_ends =
+          ends_of([round](const Call& call) { return call.lanes(round); }, round);
+      run_in_turn(ends.back(), lane_ends.back(), threads, [&](int64_t task, int64_t slot, Turns turns) {
         const auto i = static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), task) - ends.begin());
         const Call& call = calls_[i];
         char* scratch = own.data() + slot * thread_bytes_;
@@ -94,19 +97,21 @@ class JoinedCalls {
           call.begin(scratch);
           noted = &call;
         }
-        call.run(round, task - (i == 0 ? 0 : ends[i - 1]), shared.data() + shared_[i], scratch);
+        turns.first_lane += i == 0 ? 0 : lane_ends[i - 1];
+        call.run(round, task - (i == 0 ? 0 : ends[i - 1]), shared.data() + shared_[i], scratch, turns);
       });
     }
   }
 
  private:
-  /// Up to and with each call.
-  std::vector<int64_t> task_ends(int64_t round) const {
+  /// Tasks or lanes of a round, up to and with each call.
+  template <class Count>
+  std::vector<int64_t> ends_of(Count count, int64_t round) const {
     std::vector<int64_t> ends(calls_.size());
-    int64_t tasks = 0;
+    int64_t all = 0;
     for (size_t i = 0; i < calls_.size(); ++i) {
-      tasks += round < calls_[i].plan.rounds ? calls_[i].tasks(round) : 0;
-      ends[i] = tasks;
+      all += round < calls_[i].plan.rounds ? count(calls_[i]) : 0;
+      ends[i] = all;
     }
     return ends;
   }

@@ -5,10 +5,12 @@
 #include <chrono>
 #include <cstdint>
 #include <new>
+#include <tuple>
 #include <vector>
 
 #include "huge_pages.h"
 #include "openmp.h"
+#include "turns.h"
 
 namespace attn_ext::cpu {
 
@@ -74,28 +76,56 @@ class Scratch {
   Block* block_ = nullptr;
 };
 
-using TaskTimes = std::vector<std::vector<double>>;  // seconds of each task of each round
+/// Of a task: the seconds of some of its work, then the lane that it waits for, or (wait is false) sets, and
+/// the number; lane -1 at its end.
+using TaskStep = std::tuple<double, bool, int64_t, int64_t>;
+using TaskTimes = std::vector<std::vector<std::vector<TaskStep>>>;  // of each task of each round
 
 /// Where tasks are timed, instead of being given to threads (../task_times.h); null: nowhere.
 inline std::atomic<TaskTimes*> times_wanted = nullptr;
 
-template <class Function>
-void run_timed(int64_t tasks, Function function, TaskTimes& times) {
-  using Clock = std::chrono::steady_clock;
-  std::vector<double>& round = times.emplace_back();
-  for (int64_t task = 0; task < tasks; ++task) {
-    const auto start = Clock::now();
-    function(task, 0);
-    round.push_back(std::chrono::duration<double>(Clock::now() - start).count());
+/// The steps of one task after the other, which has to wait for nothing then.
+class TaskTimer {
+ public:
+  explicit TaskTimer(TaskTimes& times) : round_(times.emplace_back()) {}
+  template <class Function>
+  void run(int64_t tasks, Function function) {
+    for (int64_t task = 0; task < tasks; ++task) {
+      round_.emplace_back();
+      start_ = Clock::now();
+      function(task, 0);
+      note(false, -1, 0);
+    }
   }
-}
+  Turns turns(int64_t first_lane) {
+    return {this, first_lane,
+            [](void* self, int64_t lane, int64_t number) {
+              static_cast<TaskTimer*>(self)->note(true, lane, number);
+            },
+            [](void* self, int64_t lane, int64_t number) {
+              static_cast<TaskTimer*>(self)->note(false, lane, number);
+            }};
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  void note(bool waits, int64_t lane, int64_t number) {
+    const std::chrono::duration<double> seconds = Clock::now() - start_;
+    round_.back().emplace_back(seconds.count(), waits, lane, number);
+    start_ = Clock::now();
+  }
+
+  std::vector<std::vector<TaskStep>>& round_;
+  Clock::time_point start_;
+};
 
 /// function(task, slot) for every task; a slot is at work on one task at a time. Tasks are taken in order by
 /// whichever slot is free, so that uneven ones balance.
 template <class Function>
 void run_tasks(int64_t tasks, int threads, Function function) {
   if (TaskTimes* const times = times_wanted.load(std::memory_order_relaxed)) {
-    return run_timed(tasks, function, *times);
+    return TaskTimer(*times).run(tasks, function);
   }
   if (threads <= 1 || tasks <= 1) {
     for (int64_t task = 0; task < tasks; ++task) {
@@ -111,6 +141,18 @@ void run_tasks(int64_t tasks, int threads, Function function) {
   });
 }
 
+/// function(task, slot, turns) for every task of a round with so many lanes.
+template <class Function>
+void run_in_turn(int64_t tasks, int64_t lanes, int threads, Function function) {
+  if (TaskTimes* const times = times_wanted.load(std::memory_order_relaxed)) {
+    TaskTimer timer(*times);
+    return timer.run(tasks, [&](int64_t task, int64_t slot) { function(task, slot, timer.turns(0)); });
+  }
+  const Scratch memory(lanes * static_cast<int64_t>(sizeof(Lanes::Lane)));
+  const Turns turns = Lanes(memory.data(), lanes).turns(0);
+  run_tasks(tasks, threads, [&](int64_t task, int64_t slot) { function(task, slot, turns); });
+}
+
 /// All rounds of a call, in memory of their own.
 template <class Call>
 void run_rounds(const Call& call, int threads) {
@@ -119,9 +161,10 @@ void run_rounds(const Call& call, int threads) {
     call.begin(own.data() + slot * call.plan.thread_bytes);
   }
   for (int64_t round = 0; round < call.plan.rounds; ++round) {
-    run_tasks(call.tasks(round), threads, [&](int64_t task, int64_t slot) {
-      call.run(round, task, shared.data(), own.data() + slot * call.plan.thread_bytes);
-    });
+    run_in_turn(call.tasks(round), call.lanes(round), threads,
+                [&](int64_t task, int64_t slot, const Turns& turns) {
+                  call.run(round, task, shared.data(), own.data() + slot * call.plan.thread_bytes, turns);
+                });
   }
 }
 

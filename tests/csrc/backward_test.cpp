@@ -297,8 +297,8 @@ void set_params(const Case& c, Problem& in) {
   }
 }
 
-Gradients run(const Case& c, const cpu::KernelTable& table, const Problem& in, int threads,
-              bool wide = false) {
+Gradients run(const Case& c, const cpu::KernelTable& table, const Problem& in, int threads, bool wide = false,
+              bool one_takes_turns = false) {
   const Placement dense{.edge = c.placement.edge};
   Gradients g = make_gradients(c, wide ? accumulator(c.dtype) : c.dtype, dense, NAN);
   cpu::BackwardParams p = in.params;
@@ -310,7 +310,7 @@ Gradients run(const Case& c, const cpu::KernelTable& table, const Problem& in, i
     p.grad_mask = g.mask.view;
     p.grad_mask_size = g.mask.sizes[0] * g.mask.sizes[1] * g.mask.sizes[2] * g.mask.sizes[3];
   }
-  run_backward(table, p, threads);
+  run_backward(table, p, threads, one_takes_turns);
   return g;
 }
 
@@ -393,12 +393,18 @@ void run_case(const cpu::KernelSet& isa, const Case& base, ScalarKind dtype) {
   const double least_mask = std::strchr(c.mask, 'c') != nullptr ? least_score : 2.0;
   if (c.mask_grad) compare(got.mask, want.mask, tolerance, least_mask, name + " mask");
   if (c.sinks) compare(got.sinks, want.sinks, tolerance, 0.02, name + " sinks");
-  const Gradients other = run(c, *isa.kernels, in, 7);
-  check((!c.query || same_bits(got.query, other.query)) && (!c.key || same_bits(got.key, other.key)) &&
-            (!c.value || same_bits(got.value, other.value)) &&
-            (!c.mask_grad || same_bits(got.mask, other.mask)) &&
-            (!c.sinks || same_bits(got.sinks, other.sinks)),
-        name + ": other bits with other threads");
+  const auto check_bits = [&](const Gradients& other, const char* how) {
+    check((!c.query || same_bits(got.query, other.query)) && (!c.key || same_bits(got.key, other.key)) &&
+              (!c.value || same_bits(got.value, other.value)) &&
+              (!c.mask_grad || same_bits(got.mask, other.mask)) &&
+              (!c.sinks || same_bits(got.sinks, other.sinks)),
+          name + ": other bits " + how);
+  };
+  check_bits(run(c, *isa.kernels, in, 7), "with other threads");
+  if (c.query_len >= 512 && c.key_len >= 512) {
+    check_bits(run(c, *isa.kernels, in, 7, false, true), "where one thread does what was cut for seven");
+    check_bits(run(c, *isa.kernels, in, 160), "with many threads");
+  }
   check_small_heads(c, *isa.kernels, in, got, name);
   if (failures != before) std::fprintf(stderr, "%s: %d failures\n", name.c_str(), failures - before);
 }
@@ -428,6 +434,10 @@ void add_shapes(const Add& add) {
     sized(c, 523, 770, 8, 8);
     c.query_heads = 2;
     c.key_heads = 1;
+  });
+  add("unequal segments", [](Case& c) {
+    sized(c, 1100, 1500, 8, 8);
+    c.query_heads = c.key_heads = 1;
   });
   add("many heads", [](Case& c) {
     sized(c, 17, 19, 8, 8);
@@ -466,6 +476,25 @@ void add_rules(const Add& add) {
     sized(c, 600, 530, 8, 8);
     c.rule.window_right = 0;
     c.rule.query_offset = -20;
+  });
+  add("window segments", [](Case& c) {
+    sized(c, 1100, 830, 8, 8);
+    c.query_heads = 4, c.key_heads = 2;
+    c.rule.window_left = 300;
+    c.rule.window_right = 40;
+  });
+  add("dead segments", [](Case& c) {
+    sized(c, 1030, 1100, 8, 8);
+    c.rule.window_left = 200;
+    c.rule.window_right = 0;
+    c.rule.query_offset = -400;
+  });
+  add("softcap and dropout in segments", [](Case& c) {
+    sized(c, 600, 700, 8, 8);
+    c.dropout = 0.3;
+    c.rule.softcap = 2.5;
+    c.rule.window_right = 0;
+    c.sinks = true;
   });
   add("window", [](Case& c) {
     sized(c, 200, 230, 16, 16);
@@ -543,6 +572,13 @@ void add_masks(const Add& add) {
       c.mask_grad = true;
     });
   }
+  add("segments mask of many heads", [](Case& c) {  // more than there are copies of its gradient
+    sized(c, 512, 513, 8, 8);
+    c.query_heads = c.key_heads = 36;
+    c.mask = "c";
+    c.mask_kind = ScalarKind::kFloat32;
+    c.mask_grad = true;
+  });
   for (const double far : {-1e9, -1e4, -3.4028234663852886e38}) {
     for (const int64_t keys : {95, 700}) {
       add("far rows", [=](Case& c) {
@@ -578,6 +614,16 @@ void add_masks(const Add& add) {
   add("causal NaN and Inf", [](Case& c) {
     sized(c, 70, 95, 16, 16);
     c.masked_keys = 25;
+    c.rule.window_right = 0;
+  });
+  add("NaN and Inf in segments", [](Case& c) {
+    sized(c, 570, 595, 16, 16);
+    c.masked_keys = 25;
+    c.rule.window_right = 0;
+  });
+  add("visible NaN in segments", [](Case& c) {
+    sized(c, 570, 595, 16, 16);
+    c.visible_nan = true;
     c.rule.window_right = 0;
   });
   add("visible NaN", [](Case& c) {

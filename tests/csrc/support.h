@@ -25,6 +25,7 @@
 
 #include "kernel_sets.h"
 #include "planned_call.h"
+#include "turns.h"
 
 namespace attn_ext::test {
 
@@ -300,6 +301,31 @@ void run_tasks(int64_t count, int threads, Function function) {
 #endif
 }
 
+// A round whose tasks take turns: on one thread in their order, where no task may have to wait; else by
+// `threads` threads, and not as run_tasks() mixes them up: each takes its own in their order.
+template <typename Function>
+void run_in_turn(int64_t count, int64_t lanes, int threads, Function function) {
+  std::vector<char> bytes(static_cast<size_t>(lanes + 1) * sizeof(cpu::Lanes::Lane));
+  auto* const memory = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(bytes.data()) + 63) / 64 * 64);
+  cpu::Turns turns = cpu::Lanes(memory, lanes).turns(0);
+  if (threads == 1) {
+    turns.wait_for = [](void* self, int64_t lane, int64_t number) {
+      check(static_cast<cpu::Lanes::Lane*>(self)[lane].number >= number, "a task waits for one behind it");
+    };
+    for (int64_t task = 0; task < count; ++task) function(task, 0, turns);
+    return;
+  }
+  std::vector<std::thread> team;
+  for (int slot = 0; slot < threads; ++slot) {
+    team.emplace_back([=, &function] {
+      for (int64_t task = 0; task < count; ++task) {
+        if ((task + task / threads) % threads == slot) function(task, slot, turns);
+      }
+    });
+  }
+  for (std::thread& thread : team) thread.join();
+}
+
 // The memory of a call, a piece of it for each thread.
 class CallMemory {
  public:
@@ -315,14 +341,21 @@ class CallMemory {
   std::vector<std::unique_ptr<ScratchMemory>> own_;
 };
 
+// Cut for `threads` threads; taken in turn by as many, or by one.
 template <typename Ways, typename Params>
-auto run_call(const Ways& ways, const Params& params, int threads) {
+auto run_call(const Ways& ways, const Params& params, int threads, bool one_takes_turns = false) {
   const auto call = cpu::plan_call(ways, params, threads);
   const CallMemory memory(call.plan.shared_bytes, call.plan.thread_bytes, threads);
   for (int slot = 0; slot < threads; ++slot) call.begin(memory.own(slot));
   for (int64_t round = 0; round < call.plan.rounds; ++round) {
-    run_tasks(call.tasks(round), threads,
-              [&](int64_t task, int slot) { call.run(round, task, memory.shared(), memory.own(slot)); });
+    const auto run = [&](int64_t task, int slot, const cpu::Turns& turns) {
+      call.run(round, task, memory.shared(), memory.own(slot), turns);
+    };
+    if (call.lanes(round) > 0) {
+      run_in_turn(call.tasks(round), call.lanes(round), one_takes_turns ? 1 : threads, run);
+    } else {
+      run_tasks(call.tasks(round), threads, [&](int64_t task, int slot) { run(task, slot, {}); });
+    }
   }
   return call.plan;
 }
@@ -333,8 +366,8 @@ inline cpu::ForwardPlan run_forward(const cpu::KernelTable& table, const cpu::Fo
 }
 
 inline cpu::BackwardPlan run_backward(const cpu::KernelTable& table, const cpu::BackwardParams& params,
-                                      int threads) {
-  return run_call(table.backward[dtype_row(params.shape.dtype)], params, threads);
+                                      int threads, bool one_takes_turns = false) {
+  return run_call(table.backward[dtype_row(params.shape.dtype)], params, threads, one_takes_turns);
 }
 
 // Of small cases that together go through every size: the size of dim `dim` (0 to 3) in case n of [0,

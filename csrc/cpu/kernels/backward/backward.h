@@ -10,6 +10,7 @@
 #include "tiles/products.h"
 #include "tiles/store.h"
 #include "tiles/tasks.h"
+#include "tiles/turns.h"
 #include "tiles/visible.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
@@ -18,7 +19,7 @@ template <typename S>
 constexpr Way<BackwardParams, BackwardPlan> backward_way(BackwardPath path) {
   switch (path) {
     case BackwardPath::kTiles:
-      return {Tiles<S>::plan, Tiles<S>::tasks, Tiles<S>::run};
+      return {Tiles<S>::plan, Tiles<S>::tasks, Tiles<S>::run, Tiles<S>::lanes, Tiles<S>::run_in_turn};
     case BackwardPath::kFewRows:
       if constexpr (!S::Product::kInRegisters)
         return {};

@@ -26,14 +26,16 @@ struct ChainsPlan {
 // Where there are few chains, keys and queries are cut into `segments` segments, and for each query head of a
 // group key segment i meets query segment (i + t) mod segments in phase t. That order of the sums follows
 // from the shapes alone. Who works is up to the threads: a task takes a whole chain with packs of its own,
-// or, where the chains would leave threads idle, one key segment in one phase: no two tasks of a phase add to
-// the same gradient.
+// or, where the chains would leave threads idle, a part of one key block against a part of one query block,
+// and adds to each gradient when its turn has come.
 struct TilesPlan {
   int64_t block_keys, block_queries;  // of a block
   int64_t key_blocks, query_blocks;   // of a head
   int64_t segments;                   // of keys and of queries
-  bool in_phases;                     // segments of a phase are tasks of their own; packs are shared
-  int64_t prepare_tasks, row_tasks, run_tasks, finish_tasks;
+  bool in_turn;                       // parts of blocks are tasks of their own; packs are shared
+  int64_t key_parts, query_parts;     // of a block, a task each
+  int64_t pack_tasks, row_tasks, part_tasks, store_tasks;  // in this order
+  int64_t lanes;
 };
 
 struct FewRowsPlan {

@@ -8,17 +8,37 @@
 //
 // Tasks of one round may run in any order, on any thread: no bit of the result depends on it. A round may
 // begin once all tasks of the one before are done.
+//
+// Or the tasks of a round take turns: way.lanes(plan, round) > 0. Each lane holds a number, at first 0, which
+// only grows; way.run_in_turn(...) waits for lanes and sets others. Every number that a task waits for is set
+// by tasks before it: begun in their order, each by a thread that ends one before it takes the next, tasks on
+// any number of threads come to an end.
 #pragma once
 
 #include <cstdint>
 
 namespace attn_ext::cpu {
 
+/// The lanes of a round, as a task sees them.
+struct Turns {
+  /// Until the lane's number is `number` or more; what was written before it was set can be read then.
+  void wait(int64_t lane, int64_t number) const { wait_for(self, first_lane + lane, number); }
+  void set(int64_t lane, int64_t number) const { set_to(self, first_lane + lane, number); }
+
+  void* self;
+  int64_t first_lane;
+  void (*wait_for)(void* self, int64_t lane, int64_t number);
+  void (*set_to)(void* self, int64_t lane, int64_t number);
+};
+
 template <typename Params, typename Plan>
 struct Way {
   void (*plan)(const Params&, int threads, Plan&);
   int64_t (*tasks)(const Plan&, int64_t round);
   void (*run)(const Params&, const Plan&, int64_t round, int64_t task, void* shared, void* thread_scratch);
+  int64_t (*lanes)(const Plan&, int64_t round) = nullptr;  // null: no round has any
+  void (*run_in_turn)(const Params&, const Plan&, int64_t task, void* shared, void* thread_scratch,
+                      const Turns&) = nullptr;
 };
 
 template <typename Params, typename Plan, typename Path, int Paths>

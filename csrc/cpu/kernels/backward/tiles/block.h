@@ -73,6 +73,25 @@ KeyQueryScratch<S> take_key_query_scratch(Arena& arena, const BackwardParams& pa
   return s;
 }
 
+// What is worked on of a block, whole cells and panels but at its ends: counted from the block's first key
+// and query on. The bits of its sums do not depend on how a block is cut, if the parts of its keys meet each
+// part of its queries in their order, and the other way around.
+struct BlockPart {
+  Range keys, queries;
+};
+
+// Part i of `parts`, in whole steps.
+ATTN_EXT_INLINE Range part_in_steps(int64_t count, int64_t step, int64_t parts, int64_t i) {
+  const int64_t steps = ceil_div(count, step);
+  return {smaller(count, i * steps / parts * step), smaller(count, (i + 1) * steps / parts * step)};
+}
+
+// Keys of a cell.
+template <typename S>
+int64_t cell_rows_of(const BackwardParams& params) {
+  return params.rule.mask_kind == ScalarKind::kNone ? kCellRows<S> : kMaskCellRows<S>;
+}
+
 template <typename S>
 class KeyQueryBlock {
  public:
@@ -99,7 +118,16 @@ class KeyQueryBlock {
   void set_grad_mask(T* grad_mask) { grad_mask_ = grad_mask; }
 
   // Adds to the gradients what some query rows of a head give.
-  void add_queries(int64_t head, Range rows, const QueryPack<S>& pack);
+  void add_queries(int64_t head, Range rows, const QueryPack<S>& pack) {
+    if (!make_grads(head, rows, pack, {{0, key_count_}, {0, rows.end - rows.begin}})) return;
+    add_to_keys();
+    add_to_queries();
+  }
+  // The same in steps, of a part of the block: P and dS, and with them the mask's gradient (false: no query
+  // of it sees any key); then the gradients of value and key; then that of the query.
+  bool make_grads(int64_t head, Range rows, const QueryPack<S>& pack, const BlockPart& part);
+  void add_to_keys();
+  void add_to_queries();
 
   // Takes these keys into the rows' maxima or sums, or adds to delta what they give of rowsum(P dP).
   void add_to_rows(Pass pass, int64_t head, Range rows, const QueryPack<S>& pack);
@@ -131,7 +159,7 @@ class KeyQueryBlock {
   }
 
   // visible.h
-  bool set_block(int64_t head, Range rows, const QueryPack<S>& pack);
+  bool set_block(int64_t head, Range rows, const QueryPack<S>& pack, const BlockPart& part);
   bool key_is_masked(int64_t key) const;
   bool cell_is_live(int64_t cell, int64_t panel) const;
   RowsAhead rows_ahead(const TensorView& view, const void* data, int64_t size, int64_t cell,
@@ -196,6 +224,7 @@ class KeyQueryBlock {
   T* grad_mask_ = nullptr;
   int64_t batch_ = 0, key_head_ = 0, key_first_ = 0, key_count_ = 0;
   int64_t head_ = 0, query_first_ = 0, query_count_ = 0, padded_queries_ = 0;
+  BlockPart part_{};  // queries up to a whole step
   KeyPack<S> keys_{};
   QueryPack<S> queries_{};
   T* grad_key_ = nullptr;
@@ -223,18 +252,23 @@ KeyQueryBlock<S>::KeyQueryBlock(const BackwardParams& params, const TilesPlan& p
                    params.grad_mask.data != nullptr),
       full_(params.dropout.enabled || params.rule.softcap > 0 || params.grad_weights.data != nullptr ||
             params.grad_key_mass.data != nullptr || params.grad_output.data == nullptr),
-      cell_size_(params.rule.mask_kind == ScalarKind::kNone ? kCellRows<S> : kMaskCellRows<S>) {}
+      cell_size_(cell_rows_of<S>(params)) {}
 
 template <typename S>
-void KeyQueryBlock<S>::add_queries(int64_t head, Range rows, const QueryPack<S>& pack) {
-  if (!set_block(head, rows, pack)) return;
-  for (int64_t panel = 0; panel < padded_queries_; panel += S::kPanel) {
+bool KeyQueryBlock<S>::make_grads(int64_t head, Range rows, const QueryPack<S>& pack, const BlockPart& part) {
+  if (!set_block(head, rows, pack, part)) return false;
+  for (int64_t panel = part_.queries.begin; panel < part_.queries.end; panel += S::kPanel) {
     if (params_.dropout.enabled) draw_dropout(panel);
-    for (int64_t cell = 0; cell < key_count_; cell += cell_size_) {
+    for (int64_t cell = part_.keys.begin; cell < part_.keys.end; cell += cell_size_) {
       if (live(cell, panel)) run_cell(cell, panel);
     }
     if constexpr (S::kDepthStep > 1) clear_last_pairs(panel);
   }
+  return true;
+}
+
+template <typename S>
+void KeyQueryBlock<S>::add_to_keys() {
   if (params_.grad_value.data != nullptr && params_.grad_output.data != nullptr) {
     add_key_side(s_.weights_left, *queries_.grad_rows, params_.shape.value_dim, grad_value_);
     if (*queries_.has_bad_grads != 0) {
@@ -247,15 +281,18 @@ void KeyQueryBlock<S>::add_queries(int64_t head, Range rows, const QueryPack<S>&
       add_bad_rows(params_.query, params_.shape.head_dim, s_.grads_left, grad_key_);
     }
   }
-  if (params_.grad_query.data != nullptr) {
-    add_grad_query();
-    if (*keys_.has_bad_keys != 0) add_bad_keys();
-  }
+}
+
+template <typename S>
+void KeyQueryBlock<S>::add_to_queries() {
+  if (params_.grad_query.data == nullptr) return;
+  add_grad_query();
+  if (*keys_.has_bad_keys != 0) add_bad_keys();
 }
 
 template <typename S>
 void KeyQueryBlock<S>::add_to_rows(Pass pass, int64_t head, Range rows, const QueryPack<S>& pack) {
-  if (!set_block(head, rows, pack)) return;
+  if (!set_block(head, rows, pack, {{0, key_count_}, {0, rows.end - rows.begin}})) return;
   pass_ = pass;
   for (int64_t panel = 0; panel < padded_queries_; panel += S::kPanel) {
     if (params_.dropout.enabled && pass == Pass::kDelta) draw_dropout(panel);

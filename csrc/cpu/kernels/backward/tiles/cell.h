@@ -262,7 +262,7 @@ void KeyQueryBlock<S>::plain_paired_cell(int64_t cell, int64_t panel) {
   make_pairs_of_cell(cell, panel, make);
 }
 
-// dS of the keys past the last one, up to a whole step along the depth of dQ.
+// dS of the keys past the block's last one, up to a whole step along the depth of dQ.
 template <typename S>
 void KeyQueryBlock<S>::clear_last_pairs(int64_t panel) const {
   const int64_t depth = depth_of<Product>(plan_.block_keys);

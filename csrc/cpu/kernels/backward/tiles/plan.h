@@ -14,13 +14,8 @@ void Tiles<S>::plan(const BackwardParams& params, int threads, BackwardPlan& pla
   plan_blocks(shape, tiles);
   plan_families(shape, params.grad_mask.data != nullptr ? &params.grad_mask : nullptr, plan.chains);
   plan_segments(params, threads, plan.chains, tiles);
-  plan.rounds = 4 + (tiles.in_phases ? group_size(shape) * tiles.segments : 1);
-  const int64_t query_tasks = tiles.in_phases ? shape.batch * shape.query_heads * tiles.query_blocks : 0;
-  const int64_t key_tasks = tiles.in_phases ? unit_count(shape) * tiles.key_blocks : 0;
-  tiles.prepare_tasks = query_tasks + key_tasks + 1;
-  tiles.row_tasks = plan.exact_delta || any_far<T>(params) ? query_tasks : 0;
-  tiles.run_tasks = plan.chains.count * (tiles.in_phases ? tiles.segments : 1);
-  tiles.finish_tasks = query_tasks;
+  plan.rounds = 3;
+  if (tiles.in_turn) plan_turns(params, threads, plan);
 
   UnitMemory<S> memory(shape, tiles);
   plan.shared_bytes =
@@ -28,16 +23,17 @@ void Tiles<S>::plan(const BackwardParams& params, int threads, BackwardPlan& pla
   Arena arena{nullptr, 0};
   take<Element>(arena, cleaned_size<S>(shape, tiles));
   take_key_query_scratch<S>(arena, params, tiles.block_keys, tiles.block_queries);
-  if (!tiles.in_phases) memory.take_from(arena);
+  if (!tiles.in_turn) memory.take_from(arena);
   plan.thread_bytes = arena.used;
 }
 
 template <typename S>
 int64_t Tiles<S>::tasks(const BackwardPlan& plan, int64_t round) {
-  if (round == 0) return plan.tiles.prepare_tasks;
-  if (round == 1) return plan.tiles.row_tasks;
-  if (round == plan.rounds - 2) return plan.tiles.finish_tasks;
-  return round == plan.rounds - 1 ? MaskCopies<T>::sum_tasks(plan.chains) : plan.tiles.run_tasks;
+  if (round == 0) return plan.chains.mask_copies > 1 ? 1 : 0;
+  if (round == 2) return MaskCopies<T>::sum_tasks(plan.chains);
+  const TilesPlan& tiles = plan.tiles;
+  return tiles.in_turn ? tiles.pack_tasks + tiles.row_tasks + tiles.part_tasks + tiles.store_tasks
+                       : plan.chains.count;
 }
 
 // Blocks of nearly equal size, in whole cells and panels.
@@ -70,11 +66,42 @@ void Tiles<S>::plan_segments(const BackwardParams& params, int threads, ChainsPl
   }
   if (plan.segments == 1) return;
   // Whole chains are the better tasks, their packs stay in the caches, but not if threads run out of them.
-  // With several query heads a group, a mask's gradient has another order then: all units of one head before
-  // the next.
+  // A mask's gradient whose numbers several parts or heads of a unit add to has another order then: a part of
+  // all units of the chain before the next part.
   const int64_t turns = ceil_div(chains.count, threads);
-  plan.in_phases =
-      (grad_mask.data != nullptr && group_size(shape) > 1) || chains.count * 10 < turns * threads * 9;
+  plan.in_turn =
+      (shares_mask(params) && (group_size(shape) > 1 || chains.family_units > chains.mask_copies)) ||
+      chains.count * 10 < turns * threads * 9;
+}
+
+// More parts let more threads add at a time, but a product of fewer rows takes longer for each, above all in
+// a matrix unit. No bit depends on them, except where units of a chain add to the same numbers of a mask's
+// gradient.
+template <typename S>
+void Tiles<S>::plan_parts(const BackwardParams& params, int threads, BackwardPlan& plan) {
+  TilesPlan& tiles = plan.tiles;
+  const int64_t lanes = unit_count(params.shape) * tiles.key_blocks;
+  tiles.key_parts = tiles.query_parts = 1;
+  if (shares_mask(params) && plan.chains.family_units > plan.chains.mask_copies) return;
+  if (threads > 2 * lanes || (S::Product::kInRegisters && threads > lanes)) tiles.key_parts = 2;
+  if (S::Product::kInRegisters && threads > lanes) tiles.query_parts = threads > 2 * lanes ? 4 : 2;
+}
+
+template <typename S>
+void Tiles<S>::plan_turns(const BackwardParams& params, int threads, BackwardPlan& plan) {
+  const AttentionShape& shape = params.shape;
+  TilesPlan& tiles = plan.tiles;
+  plan_parts(params, threads, plan);
+  const int64_t query_blocks = shape.batch * shape.query_heads * tiles.query_blocks;
+  const int64_t key_blocks = unit_count(shape) * tiles.key_blocks;
+  const int64_t key_places = ceil_div(tiles.key_blocks, tiles.segments) * tiles.key_parts;
+  const int64_t query_places = ceil_div(tiles.query_blocks, tiles.segments) * tiles.query_parts;
+  tiles.pack_tasks = query_blocks + key_blocks;
+  tiles.row_tasks = plan.exact_delta || any_far<T>(params) ? query_blocks : 0;
+  tiles.part_tasks =
+      plan.chains.count * group_size(shape) * tiles.segments * tiles.segments * key_places * query_places;
+  tiles.store_tasks = query_blocks + key_blocks;
+  tiles.lanes = unit_count(shape) * unit_lanes(shape, tiles);
 }
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

@@ -14,12 +14,12 @@ void KeyQueryBlock<S>::add_key_side(const Operand* left, const Operands<Operand>
   const int64_t out_stride = padded_dim<S>(dim);
   for (int64_t column = 0; column < out_stride; column += width) {
     const int64_t columns = round_up(smaller(width, dim - column), kColumnStep<T>);
-    for (int64_t tile = 0; tile < key_count_; tile += S::kTileRows) {
+    for (int64_t tile = part_.keys.begin; tile < part_.keys.end; tile += S::kTileRows) {
       const int64_t cell = round_down(tile, cell_size_);
       const auto product = tile_function<Product, true>(tile_rows(tile), columns);
-      for (int64_t panel = 0; panel < padded_queries_;) {
+      for (int64_t panel = part_.queries.begin; panel < part_.queries.end;) {
         int64_t end = panel;
-        while (end < padded_queries_ && live(cell, end)) end += S::kPanel;
+        while (end < part_.queries.end && live(cell, end)) end += S::kPanel;
         const Range run = intersect(tile_span_[tile / S::kTileRows], {panel, smaller(end, query_count_)});
         panel = end + S::kPanel;
         if (is_empty(run)) continue;
@@ -44,11 +44,11 @@ void KeyQueryBlock<S>::add_grad_query() {
   const int64_t dim = params_.shape.head_dim;
   const Operands<Operand>& left = *keys_.key_depth;
   const int64_t block_depth = depth_of<Product>(plan_.block_keys);
-  for (int64_t panel = 0; panel < padded_queries_; panel += S::kPanel) {
+  for (int64_t panel = part_.queries.begin; panel < part_.queries.end; panel += S::kPanel) {
     const int64_t width = panel_width(panel);
-    for (int64_t cell = 0; cell < key_count_;) {
+    for (int64_t cell = part_.keys.begin; cell < part_.keys.end;) {
       int64_t end = cell;
-      while (end < key_count_ && live(end, panel)) end += cell_size_;
+      while (end < part_.keys.end && live(end, panel)) end += cell_size_;
       const Range run{cell / S::kDepth, depth_of<Product>(smaller(end, key_count_))};
       cell = end + cell_size_;
       if (is_empty(run)) continue;
@@ -72,12 +72,14 @@ void KeyQueryBlock<S>::add_grad_query() {
 // What the queries' NaN and Inf, or those of their dO, give to the keys that they see.
 template <typename S>
 void KeyQueryBlock<S>::add_bad_rows(const TensorView& view, int64_t dim, const Operand* left, T* out) const {
+  const int64_t key = part_.keys.begin, query = part_.queries.begin;
+  const int64_t queries = smaller(part_.queries.end, query_count_) - query;
   add_nonfinite(
-      rows_of<Element>(view, batch_, head_, query_first_, query_count_, dim), key_count_,
-      [&](int64_t j, int64_t i) { return is_seen(j, i); },
-      [&](int64_t j, int64_t i) { return operand_at(left, j, i); },
+      rows_of<Element>(view, batch_, head_, query_first_ + query, queries, dim), part_.keys.end - key,
+      [&](int64_t j, int64_t i) { return is_seen(key + j, query + i); },
+      [&](int64_t j, int64_t i) { return operand_at(left, key + j, query + i); },
       [&](int64_t j, int64_t c, Vec<T> sum, int64_t count) {
-        add_row(out + j * padded_dim<S>(dim) + c, 1, sum, count);
+        add_row(out + (key + j) * padded_dim<S>(dim) + c, 1, sum, count);
       });
 }
 
@@ -85,14 +87,16 @@ void KeyQueryBlock<S>::add_bad_rows(const TensorView& view, int64_t dim, const O
 template <typename S>
 void KeyQueryBlock<S>::add_bad_keys() const {
   const int64_t dim = params_.shape.head_dim;
+  const int64_t key = part_.keys.begin, query = part_.queries.begin;
   add_nonfinite(
-      rows_of<Element>(params_.key, batch_, key_head_, key_first_, key_count_, dim), query_count_,
-      [&](int64_t i, int64_t j) { return is_seen(j, i); },
-      [&](int64_t i, int64_t j) { return operand_at(s_.grads_left, j, i); },
+      rows_of<Element>(params_.key, batch_, key_head_, key_first_ + key, part_.keys.end - key, dim),
+      smaller(part_.queries.end, query_count_) - query,
+      [&](int64_t i, int64_t j) { return is_seen(key + j, query + i); },
+      [&](int64_t i, int64_t j) { return operand_at(s_.grads_left, key + j, query + i); },
       [&](int64_t i, int64_t c, Vec<T> sum, int64_t count) {
-        const int64_t panel = round_down(i, S::kPanel);
-        add_row(queries_.grad_query + panel * dim + c * panel_width(panel) + i - panel, panel_width(panel),
-                sum, count);
+        const int64_t panel = round_down(query + i, S::kPanel);
+        add_row(queries_.grad_query + panel * dim + c * panel_width(panel) + query + i - panel,
+                panel_width(panel), sum, count);
       });
 }
 

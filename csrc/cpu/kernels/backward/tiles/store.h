@@ -69,14 +69,4 @@ void Tiles<S>::store_sink_of(Unit unit, int64_t group_head) const {
   });
 }
 
-// Tasks: the query blocks of every query head.
-template <typename S>
-void Tiles<S>::finish(int64_t task) {
-  const int64_t block = task % plan_.query_blocks, head = task / plan_.query_blocks % shape_.query_heads;
-  const Unit unit{task / plan_.query_blocks / shape_.query_heads, head / group_};
-  memory_.take_from_shared(shared_, unit);
-  store_query_block(unit, head % group_, block);
-  if (block == 0) store_sink_of(unit, head % group_);
-}
-
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

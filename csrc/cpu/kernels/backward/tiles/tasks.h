@@ -1,6 +1,5 @@
-// Blocks of keys against blocks of queries. Rounds: packing for all (or each task packs for itself), what has
-// to be known of whole rows, the chains or the phases (TilesPlan), the gradients of the queries, and the sum
-// of the mask gradient's copies.
+// Blocks of keys against blocks of queries. Rounds: the clearing of the mask gradient's copies, the chains or
+// the parts of their blocks in turn (TilesPlan, turns.h), and the sum of the mask gradient's copies.
 #pragma once
 
 #include "block.h"
@@ -13,6 +12,11 @@ constexpr int64_t kBackwardKeys = S::Product::kInRegisters ? 216 : 256;  // of a
 constexpr int64_t kBackwardQueries = 256;
 constexpr int64_t kSegmentLength = 256;  // at least so many keys and queries
 
+// A part of a block; block is -1 where there is none.
+struct BlockPlace {
+  int64_t block, part;
+};
+
 template <typename S>
 class Tiles {
  public:
@@ -22,11 +26,15 @@ class Tiles {
                   void* shared, void* scratch) {
     [[maybe_unused]] const TaskOf<typename S::Product> in_task;
     Tiles<S> call(params, plan, shared, scratch);
-    if (round == 0) return call.prepare(task);
-    if (round == 1) return call.prepare_rows(task);
-    if (round == plan.rounds - 2) return call.finish(task);
-    if (round == plan.rounds - 1) return call.mask_copies_.sum(plan.chains, task);
-    plan.tiles.in_phases ? call.run_phase(round - 2, task) : call.run_chain(task);
+    if (round == 0) return call.mask_copies_.clear({1, plan.chains.mask_copies});
+    if (round == 2) return call.mask_copies_.sum(plan.chains, task);
+    call.run_chain(task);
+  }
+  static int64_t lanes(const BackwardPlan& plan, int64_t round) { return round == 1 ? plan.tiles.lanes : 0; }
+  static void run_in_turn(const BackwardParams& params, const BackwardPlan& plan, int64_t task, void* shared,
+                          void* scratch, const Turns& turns) {
+    [[maybe_unused]] const TaskOf<typename S::Product> in_task;
+    Tiles<S>(params, plan, shared, scratch).run_in_turn(task, turns);
   }
 
  private:
@@ -51,14 +59,33 @@ class Tiles {
   // plan.h
   static void plan_blocks(const AttentionShape& shape, TilesPlan& plan);
   static void plan_segments(const BackwardParams& params, int threads, ChainsPlan& chains, TilesPlan& plan);
+  // Whether several parts of a unit, or several heads of a group, add to the same numbers of the mask's
+  // gradient.
+  static bool shares_mask(const BackwardParams& params) {
+    const TensorView& mask = params.grad_mask;
+    return mask.data != nullptr &&
+           (group_size(params.shape) > 1 || mask.row_stride == 0 || mask.column_stride == 0);
+  }
+  static void plan_parts(const BackwardParams& params, int threads, BackwardPlan& plan);
+  static void plan_turns(const BackwardParams& params, int threads, BackwardPlan& plan);
   static int64_t packed_bytes(const AttentionShape& shape, const TilesPlan& plan,
                               const UnitMemory<S>& memory) {
-    return plan.in_phases ? unit_count(shape) * memory.shared_bytes() : 0;
+    return plan.in_turn ? unit_count(shape) * memory.shared_bytes() : 0;
   }
 
   Range segment(int64_t blocks, int64_t index) const {
     return {index * blocks / plan_.segments, (index + 1) * blocks / plan_.segments};
   }
+  int64_t segment_of(int64_t blocks, int64_t block) const {
+    int64_t index = block * plan_.segments / blocks;
+    while (segment(blocks, index).end <= block) ++index;
+    return index;
+  }
+  // Blocks of the longest segment, in parts.
+  int64_t key_places() const { return ceil_div(plan_.key_blocks, plan_.segments) * plan_.key_parts; }
+  int64_t query_places() const { return ceil_div(plan_.query_blocks, plan_.segments) * plan_.query_parts; }
+  Range key_segment(int64_t index) const { return segment(plan_.key_blocks, index); }
+  Range query_segment(int64_t index) const { return segment(plan_.query_blocks, index); }
   Range block_rows(int64_t len, int64_t size, int64_t block) const {
     return {block * size, smaller((block + 1) * size, len)};
   }
@@ -73,16 +100,6 @@ class Tiles {
   void pack_keys(Unit unit, int64_t block) const {
     pack_key_block<S>(params_, memory_.key_pack(block), unit.batch, unit.key_head, key_rows(block), cleaned_);
   }
-  void prepare(int64_t task);
-  // What make_rows makes for one query block of one head.
-  void prepare_rows(int64_t task) {
-    const int64_t block = task % plan_.query_blocks, head = task / plan_.query_blocks % shape_.query_heads;
-    const Unit unit{task / plan_.query_blocks / shape_.query_heads, head / group_};
-    const auto scratch = take_key_query_scratch<S>(arena_, params_, plan_.block_keys, plan_.block_queries);
-    memory_.take_from_shared(shared_, unit);
-    KeyQueryBlock<S> scores(params_, plan_, scratch);
-    make_rows(scores, unit, head % group_, {block, block + 1});
-  }
   void make_rows(KeyQueryBlock<S>& scores, Unit unit, int64_t group_head, Range query_blocks) const;
   void run_chain(int64_t chain) {
     const auto scratch = take_key_query_scratch<S>(arena_, params_, plan_.block_keys, plan_.block_queries);
@@ -94,7 +111,6 @@ class Tiles {
       run_unit(scores, chain_unit(shape_, chains_, chain, i));
   }
   void run_unit(KeyQueryBlock<S>& scores, Unit unit) const;
-  void run_phase(int64_t phase, int64_t task);
   void set_keys(KeyQueryBlock<S>& scores, Unit unit, int64_t block) const {
     scores.set_keys(unit.batch, unit.key_head, key_rows(block), memory_.key_pack(block),
                     memory_.grad_key(block), memory_.grad_value(block));
@@ -107,8 +123,37 @@ class Tiles {
       scores.add_queries(head_of(unit, group_head), query_rows(i), memory_.query_pack(group_head, i));
     }
   }
+  // turns.h
+  struct Meeting;
+  struct QueryBlockPlace {
+    Unit unit;
+    int64_t group_head, block;
+  };
+  // Of the query blocks of every head.
+  QueryBlockPlace query_block_at(int64_t index) const {
+    const int64_t head = index / plan_.query_blocks % shape_.query_heads;
+    return {{index / plan_.query_blocks / shape_.query_heads, head / group_},
+            head % group_,
+            index % plan_.query_blocks};
+  }
+  static int64_t unit_lanes(const AttentionShape& shape, const TilesPlan& plan) {
+    return plan.key_blocks * plan.key_parts + group_size(shape) * plan.query_blocks * plan.query_parts;
+  }
+  static BlockPlace place_in(Range blocks, int64_t parts, int64_t place);
+  Range part_of_keys(int64_t block, int64_t part) const;
+  Range part_of_queries(int64_t block, int64_t part) const;
+  bool meet(BlockPlace key, BlockPlace query) const;
+  int64_t key_lane_before(int64_t segment, int64_t place, int64_t turn) const;
+  int64_t query_lane_before(int64_t segment, int64_t place, int64_t turn) const;
+  int64_t key_lane(Unit unit, int64_t block, int64_t part) const;
+  int64_t query_lane(Unit unit, int64_t group_head, int64_t block, int64_t part) const;
+  void run_in_turn(int64_t task, const Turns& turns);
+  void pack_in_turn(int64_t task, const Turns& turns);
+  void make_rows_in_turn(int64_t task, const Turns& turns);
+  Meeting meeting_at(int64_t task) const;
+  void meet_in_turn(const Meeting& at, const Turns& turns);
+  void store_in_turn(int64_t task, const Turns& turns);
   // store.h
-  void finish(int64_t task);
   void store_key_block(Unit unit, int64_t block) const;
   void store_query_block(Unit unit, int64_t group_head, int64_t block) const;
   template <typename Out>
@@ -154,45 +199,6 @@ void Tiles<S>::run_unit(KeyQueryBlock<S>& scores, Unit unit) const {
     store_sink_of(unit, head);
   }
   for (int64_t block = 0; keeps && block < plan_.key_blocks; ++block) store_key_block(unit, block);
-}
-
-// Key segment i of a chain's units meets query segment (i + phase) mod segments of one head of the group.
-template <typename S>
-void Tiles<S>::run_phase(int64_t phase, int64_t task) {
-  const int64_t chain = task / plan_.segments, i = task % plan_.segments;
-  const auto scratch = take_key_query_scratch<S>(arena_, params_, plan_.block_keys, plan_.block_queries);
-  KeyQueryBlock<S> scores(params_, plan_, scratch);
-  scores.set_grad_mask(mask_copies_.of_chain(chains_, chain));
-  const Range members = chain_members(chains_, chain);
-  const Range keys = segment(plan_.key_blocks, i);
-  const Range queries = segment(plan_.query_blocks, (i + phase) % plan_.segments);
-  for (int64_t index = members.begin; index < members.end; ++index) {
-    const Unit unit = chain_unit(shape_, chains_, chain, index);
-    memory_.take_from_shared(shared_, unit);
-    for (int64_t block = keys.begin; block < keys.end; ++block) {
-      if (phase == 0) memory_.clear_key_sums(block);
-      run_key_block(scores, unit, phase / plan_.segments, block, queries);
-      if (phase == group_ * plan_.segments - 1) store_key_block(unit, block);
-    }
-  }
-}
-
-// Tasks: the query blocks of every query head, then the key blocks of every key head; or, where a task packs
-// for itself, nothing but the clearing of the mask gradient's copies, which is the last task either way.
-template <typename S>
-void Tiles<S>::prepare(int64_t task) {
-  if (task == plan_.prepare_tasks - 1) return mask_copies_.clear({1, chains_.mask_copies});
-  const int64_t query_tasks = shape_.batch * shape_.query_heads * plan_.query_blocks;
-  if (task < query_tasks) {
-    const int64_t head = task / plan_.query_blocks % shape_.query_heads;
-    const Unit unit{task / plan_.query_blocks / shape_.query_heads, head / group_};
-    memory_.take_from_shared(shared_, unit);
-    pack_queries(unit, head % group_, task % plan_.query_blocks);
-  } else {
-    const Unit unit = unit_at(shape_, (task - query_tasks) / plan_.key_blocks);
-    memory_.take_from_shared(shared_, unit);
-    pack_keys(unit, (task - query_tasks) % plan_.key_blocks);
-  }
 }
 
 // What has to be known of whole rows before the gradients can begin, and neither lse nor the output tells:

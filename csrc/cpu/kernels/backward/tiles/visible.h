@@ -38,22 +38,23 @@ bool KeyQueryBlock<S>::key_is_masked(int64_t key) const {
          row_pointer<const uint8_t>(rule.mask, batch_, head_, 0)[key * rule.mask.column_stride] == 0;
 }
 
-// False: none of the queries sees any of the keys.
+// False: none of the part's queries sees any of its keys.
 template <typename S>
-bool KeyQueryBlock<S>::set_block(int64_t head, Range rows, const QueryPack<S>& pack) {
+bool KeyQueryBlock<S>::set_block(int64_t head, Range rows, const QueryPack<S>& pack, const BlockPart& part) {
   const ScoreRule& rule = params_.rule;
   const int64_t first = rows.begin, count = rows.end - rows.begin;
   head_ = head;
   query_first_ = first;
   query_count_ = count;
   padded_queries_ = round_up(count, S::kSpan);
+  part_ = {part.keys, {part.queries.begin, round_up(part.queries.end, S::kSpan)}};
   queries_ = pack;
   // What a bool mask says of all keys of a query or of all queries of a key is in lse and in the rows' spans.
   mask_by_key_ =
       rule.mask_kind != ScalarKind::kNone &&
       (rule.mask_kind != ScalarKind::kBool || (rule.mask.row_stride != 0 && rule.mask.column_stride != 0));
   select_all_ = *pack.terms.has_dead_rows != 0 || *keys_.has_bad_values != 0 || *keys_.has_bad_keys != 0;
-  for (int64_t tile = 0; tile < key_count_; tile += S::kTileRows) {
+  for (int64_t tile = part_.keys.begin; tile < part_.keys.end; tile += S::kTileRows) {
     Range& common = cell_common_[tile / cell_size_];
     if (tile % cell_size_ == 0) common = {0, count};
     Range hull{count, 0};
@@ -68,8 +69,8 @@ bool KeyQueryBlock<S>::set_block(int64_t head, Range rows, const QueryPack<S>& p
     tile_span_[tile / S::kTileRows] = is_empty(hull) ? Range{0, 0} : in_steps<S::kSpan>(hull);
   }
   bool any = false;
-  for (int64_t cell = 0; cell < key_count_; cell += cell_size_) {
-    for (int64_t panel = 0; panel < padded_queries_; panel += S::kPanel) {
+  for (int64_t cell = part_.keys.begin; cell < part_.keys.end; cell += cell_size_) {
+    for (int64_t panel = part_.queries.begin; panel < part_.queries.end; panel += S::kPanel) {
       live(cell, panel) = cell_is_live(cell, panel);
       any |= live(cell, panel) != 0;
     }
@@ -193,14 +194,14 @@ void KeyQueryBlock<S>::add_mask_square(const T* grads, int64_t keys, T* to, int6
   }
 }
 
-// Fills `keep` for a panel of queries and all of the block's keys: rows in the lanes, four keys a draw.
+// Fills `keep` for a panel of queries and all of the part's keys: rows in the lanes, four keys a draw.
 template <typename S>
 void KeyQueryBlock<S>::draw_dropout(int64_t panel) {
   const DropoutRule& rule = params_.dropout;
   const PhiloxBatch state = philox_batch(rule, batch_);
-  keep_first_ = round_down(key_first_, kDropoutColumns);
+  keep_first_ = round_down(key_first_ + part_.keys.begin, kDropoutColumns);
   const T scale = static_cast<T>(rule.keep_scale);
-  for (int64_t key = keep_first_; key < key_first_ + key_count_; key += kDropoutColumns) {
+  for (int64_t key = keep_first_; key < key_first_ + part_.keys.end; key += kDropoutColumns) {
     for (int64_t q = 0; q < panel_width(panel); q += kLanes<uint32_t>) {
       for (uint32_t i = 0; i < 16; ++i) {
         uint32_t words[4][kLanes<uint32_t>];
