@@ -456,7 +456,7 @@ void add_shapes(const Add& add) {
   });
   for (const int64_t lq : {1, 3, 9, 16}) {
     add("few rows, columns apart", [=](Case& c) {
-      sized(c, lq, 395, 40, 72);
+      sized(c, lq, 395, 56, 72);
       c.placement.order = "bhcr";
       c.dropout = 0.2;
       c.mask = "rc";

@@ -38,7 +38,7 @@ constexpr Way<BackwardParams, BackwardPlan> backward_way(BackwardPath path) {
 
 template <typename S>
 constexpr BackwardWays backward_ways() {
-  BackwardWays ways{backward_path, {}};
+  BackwardWays ways{backward_path<S>, {}};
   for (int i = 0; i < kBackwardPaths; ++i) ways.of[i] = backward_way<S>(static_cast<BackwardPath>(i));
   return ways;
 }

@@ -2,19 +2,28 @@
 #pragma once
 
 #include "../interface/backward.h"
-#include "../vector/simd.h"
+#include "../matrix/scheme.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
 constexpr int64_t kFewKeys = 128;
-constexpr int64_t kBackwardFewRows = 8;
 // A head of at most so many rows, keys and features has too few products for those of pairs, or of a matrix
 // unit, to be worth what it takes to bring its operands there.
 constexpr int64_t kSmallRows = 16;
 constexpr int64_t kSmallKeys = 16;
 constexpr int64_t kSmallDim = 64;
 
-ATTN_EXT_INLINE BackwardPath backward_path(const BackwardParams& params) {
+// As few query rows as this take their own path: of a tile with many columns they would leave most idle. A
+// matrix unit makes up for that; and with small dims all else that is done to a row tells.
+template <typename S>
+ATTN_EXT_INLINE int64_t backward_few_rows(const AttentionShape& shape) {
+  if (!S::Product::kInRegisters || S::kPanel < 64) return 8;
+  const int64_t dims = shape.head_dim + shape.value_dim;
+  return dims >= 128 ? 16 : dims >= 64 ? 12 : 8;
+}
+
+template <typename S>
+BackwardPath backward_path(const BackwardParams& params) {
   const AttentionShape& shape = params.shape;
   // Before few rows: delta comes from the weights there, not from a rounded output, and with few keys nothing
   // averages that rounding out.
@@ -23,7 +32,7 @@ ATTN_EXT_INLINE BackwardPath backward_path(const BackwardParams& params) {
                        shape.head_dim <= kSmallDim && shape.value_dim <= kSmallDim;
     return small ? BackwardPath::kSmallHeads : BackwardPath::kFewKeys;
   }
-  return shape.query_len <= kBackwardFewRows ? BackwardPath::kFewRows : BackwardPath::kTiles;
+  return shape.query_len <= backward_few_rows<S>(shape) ? BackwardPath::kFewRows : BackwardPath::kTiles;
 }
 
 // dS sums to 0 along a row only with the very delta that P dP gives: a bias that is the same for all keys has
