@@ -5,7 +5,7 @@
 #   CXX              the compiler, which has a build folder of its own
 #   CXXFLAGS         more flags for it
 #   KERNEL_SETS      of the instruction sets, those to build and run, as in "baseline;avx2"; default: all
-#   KERNEL_SHARE     n: every n-th case, others on each set; default: 1, all of them
+#   KERNEL_SHARE     n: every n-th case, others on each set, and each header alone on one set; default: 1, all of them
 #   BUILD_TYPE       Release or Debug, where no sanitizer chooses; default: Release
 #   ATTN_EXT_WERROR  ON: every C++ warning is an error
 set -euo pipefail
@@ -18,6 +18,7 @@ build="$root/build/csrc$flavour"
 jobs="$(nproc)"
 
 cmake -S "$root/tests/csrc" -B "$build" -DATTN_EXT_SANITIZE="$sanitize" -DATTN_EXT_WERROR="${ATTN_EXT_WERROR:-OFF}" \
-  -DATTN_EXT_KERNEL_SETS="${KERNEL_SETS:-}" -DCMAKE_BUILD_TYPE="${BUILD_TYPE:-}"
+  -DATTN_EXT_KERNEL_SETS="${KERNEL_SETS:-}" -DCMAKE_BUILD_TYPE="${BUILD_TYPE:-}" \
+  -DATTN_EXT_HEADERS_ALONE="$([[ "${KERNEL_SHARE:-1}" == 1 ]] && echo ON || echo SHARED)"
 cmake --build "$build" --parallel "$jobs"
 ctest --test-dir "$build" --parallel "$jobs" --output-on-failure --no-tests=error
