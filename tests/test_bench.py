@@ -149,6 +149,8 @@ class TestCommand:
         assert "tiniest-heads" in capsys.readouterr().out
         assert run("--cells", "tiniest-heads") == 2
         assert "names no cell of the grid" in capsys.readouterr().err
+        assert run("--outside", "--cells", "bert-128") == 2
+        assert "names no cell outside of the grid; there are vit-257, " in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         ("arguments", "message"),

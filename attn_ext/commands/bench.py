@@ -205,7 +205,8 @@ def choose_cells(arguments: argparse.Namespace) -> list[cells.Cell]:
         found = [cell for cell in named if fnmatch.fnmatch(cell.name, pattern)]
         if not found:
             known = ", ".join(cell.name for cell in named)
-            raise CommandError(f"--cells {pattern!r} names no cell of the grid; there are {known}")
+            where = "outside of the grid" if arguments.outside else "of the grid"
+            raise CommandError(f"--cells {pattern!r} names no cell {where}; there are {known}")
         chosen += [cell for cell in found if cell not in chosen]
     for own in arguments.shape or []:
         chosen.append(cells.Cell(",".join(map(str, own)), own))
