@@ -20,6 +20,9 @@ the errors allowed are a small multiple (``SLACK``) of ::
 plus each result's own last bit: weights and dS may be rounded to the dtype once, as every fused kernel does.
 What exceeds that is held against the contract itself: twice the error of ``attn_ext.reference`` computed in
 the case's dtype (``fuzz.py``).
+
+The gradient of query is scaled last: where the sum of |dS| |K| leaves the range that it is summed in, any
+number will do, however small a scale would bring it back (docs/reliability.md).
 """
 
 import math
@@ -94,7 +97,8 @@ class _Oracle:
         self.unit = 2.0**-53 if dtype == torch.float64 else 2.0**-24
         self.rounding = torch.finfo(dtype).eps / 2
         self.tiny = 1e-300 if dtype == torch.float64 else 1e-36
-        self.least = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).tiny
+        summed = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
+        self.least, self.most = summed.tiny, summed.max
         self.lead = case.lead or (1,)
         self.count = math.prod(self.lead)
         self.options = dict(case.options)
@@ -298,7 +302,9 @@ class _Oracle:
             )
             d_scores = torch.where(visible, d_scores, 0.0)
         grads["query"] = self.scale * _sum_visible(d_scores, self.key, visible, "keys")
-        sizes["query"] = abs(self.scale) * (terms @ _finite(self.key).abs())
+        keys = _finite(self.key).abs()
+        unscaled = (_finite(d_scores).abs() + terms) @ keys
+        sizes["query"] = torch.where(unscaled < self.most, abs(self.scale) * (terms @ keys), math.inf)
         grads["key"] = self.scale * _sum_visible(d_scores, self.query, visible, "rows")
         sizes["key"] = abs(self.scale) * (terms.mT @ _finite(self.query).abs())
         return grads, sizes
