@@ -63,9 +63,12 @@ BackwardParams slice_of(const BackwardParams& whole, int64_t batch, int64_t batc
        {&slice.query, &slice.key, &slice.value, &slice.output, &slice.grad_output, &slice.grad_weights}) {
     *view = from_batch(*view, batch, element_bytes);
   }
-  for (TensorView* view : {&slice.grad_lse, &slice.grad_key_mass, &slice.grad_mask}) {
+  for (TensorView* view : {&slice.grad_lse, &slice.grad_key_mass}) {
     *view = from_batch(*view, batch, accumulator_bytes);
   }
+  slice.grad_mask = {
+      from_batch(whole.grad_mask, batch, whole.grad_mask.wide ? accumulator_bytes : element_bytes),
+      whole.grad_mask.wide};
   slice.rule.mask = from_batch(whole.rule.mask, batch, mask_bytes);
   slice.rule.sinks = from_batch(whole.rule.sinks, batch, sink_bytes);
   const int64_t heads_before = batch * whole.shape.query_heads, rows_before = heads_before * whole.lse_stride;
@@ -118,9 +121,13 @@ struct OutgoingGrads {
         value(args.value, gradient_dtype(args, args.value), wanted.value, inputs.views, inputs.sizes,
               inputs.params.shape.key_heads, inputs.sizes.value_dim) {
     const CallSizes& sizes = inputs.sizes;
-    const auto accumulated = args.query.options().dtype(accumulation_dtype(args.query.scalar_type()));
+    const auto options = args.query.options();
+    const auto accumulated = options.dtype(accumulation_dtype(args.query.scalar_type()));
     if (wanted.attn_mask) {
-      mask = with_huge_pages(at::empty(args.attn_mask.sizes(), accumulated)).zero_();
+      const int64_t scores = sizes.batch * sizes.heads * sizes.query_len * sizes.key_len;
+      mask_is_sum = args.attn_mask.numel() != scores || sizes.key_len == 1 ||
+                    gradient_dtype(args, args.attn_mask) != args.query.scalar_type();
+      mask = with_huge_pages(at::empty(args.attn_mask.sizes(), mask_is_sum ? accumulated : options)).zero_();
     }
     if (wanted.sinks) {
       const int64_t sequences = args.sequences.defined() ? args.sequences.size(0) : 1;
@@ -143,8 +150,9 @@ struct OutgoingGrads {
 
   int64_t slice;  // batches that the kernels are given at a time
   OutgoingGrad query, key, value;
-  at::Tensor mask;   // in its own shape, in the dtype of accumulation
-  at::Tensor sinks;  // (sequences, batch, heads), the same
+  at::Tensor mask;          // in its own shape
+  bool mask_is_sum = true;  // over what the mask broadcasts over, in the dtype of accumulation
+  at::Tensor sinks;         // (sequences, batch, heads), the same
 };
 
 /// What a forward pass has saved, as the kernels want it.
@@ -181,7 +189,7 @@ BackwardParams params_of(Inputs& inputs, const IncomingGrads& incoming, const Ou
   params.grad_weights = readable(inputs.views, incoming.weights);
   params.grad_key_mass = readable(inputs.views, incoming.key_mass);
   if (outgoing.mask.defined()) {
-    params.grad_mask = inputs.views.writable(outgoing.mask);
+    params.grad_mask = {inputs.views.writable(outgoing.mask), outgoing.mask_is_sum};
     params.grad_mask_size = outgoing.mask.numel();
   }
   if (outgoing.sinks.defined()) {

@@ -76,22 +76,4 @@ ATTN_EXT_INLINE RowSpan<S> row_span(const BackwardParams& params, RowPlace place
   return span;
 }
 
-// dMask += dS of a row; `grad_mask` is its beginning.
-template <typename T>
-ATTN_EXT_INLINE void add_mask_row(const TensorView& view, T* grad_mask, RowPlace place, Range keys,
-                                  const T* grads) {
-  const int64_t count = keys.end - keys.begin;
-  T* to = grad_mask + batch_offset(view, place.batch) + place.head * view.head_stride +
-          place.row * view.row_stride + keys.begin * view.column_stride;
-  if (view.column_stride == 0) {
-    Vec<T> sum = {};
-    for (int64_t j = 0; j < count; j += kLanes<T>) sum += load(grads + j);
-    *to += lane_sum<T>(sum);
-    return;
-  }
-  for (int64_t j = 0; j < count; j += kLanes<T>) {
-    add_row(to + j * view.column_stride, view.column_stride, load(grads + j), smaller(kLanes<T>, count - j));
-  }
-}
-
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

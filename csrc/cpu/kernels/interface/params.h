@@ -120,8 +120,9 @@ struct BackwardParams : CallParams {
   TensorView grad_weights;                      // (B, Hq, Lq, Lk)
   TensorView grad_key_mass;                     // (B, Hq, 1, Lk), T
   ResultView grad_query, grad_key, grad_value;  // as query, key, value with all of B
-  // Sums to be added to, in T: the caller has zeroed them. Strides of 0 where the mask broadcasts.
-  TensorView grad_mask;
+  // Zeroed by the caller. Wide: sums to be added to, strides of 0 where the mask broadcasts; else each number
+  // is written once at most, which takes a mask that broadcasts over nothing, and more than one key.
+  ResultView grad_mask;
   int64_t grad_mask_size = 0;  // elements from grad_mask.data on
   void* grad_sinks = nullptr;  // (B, Hq) contiguous, T; written
 };

@@ -10,10 +10,14 @@ ATTN_EXT_INLINE int64_t batch_offset(const TensorView& view, int64_t batch) {
   return view.batch_offsets != nullptr ? view.batch_offsets[batch] : batch * view.batch_stride;
 }
 
+// Elements from the view's first to a row.
+ATTN_EXT_INLINE int64_t row_offset(const TensorView& view, int64_t batch, int64_t head, int64_t row) {
+  return batch_offset(view, batch) + head * view.head_stride + row * view.row_stride;
+}
+
 template <typename T>
 ATTN_EXT_INLINE T* row_pointer(const TensorView& view, int64_t batch, int64_t head, int64_t row) {
-  return static_cast<T*>(view.data) + batch_offset(view, batch) + head * view.head_stride +
-         row * view.row_stride;
+  return static_cast<T*>(view.data) + row_offset(view, batch, head, row);
 }
 
 // Query heads that read one key head.

@@ -88,8 +88,9 @@ void FewKeysUnit<S>::finish_full_row(int64_t row, int64_t index) {
     const Vec<T> grad = load(span.scores + j) * (load(span.grads + j) - broadcast(delta));
     store(span.grads + j, hidden[j / S::kLane] ? Vec<T>{} : grad);
   }
-  if (grad_mask_ != nullptr)
-    add_mask_row(params_.grad_mask, grad_mask_, row_place(row), {0, keys_}, span.grads);
+  if (mask_grad_.wanted()) {
+    mask_grad_.put_row(mask_grad_.place(unit_.batch, head_, row, 0), span.grads, keys_);
+  }
   for (int64_t j = 0; span.keep != nullptr && j < stride_; j += S::kLane) {
     store(span.scores + j, load(span.scores + j) * span.factor(j));
   }
@@ -174,11 +175,12 @@ ATTN_EXT_INLINE void FewKeysUnit<S>::make_plain_weights(T* scores, const T* grad
   weight_sum = lane_sum<T>(weight_sums);
 }
 
-// dS of `Rows` neighbouring rows, of which P and dP are there; added to the mask's gradient where it has
-// rows.
+// dS of `Rows` neighbouring rows, of which P and dP are there; also from mask_place on (negative: not) into
+// the mask's gradient, whose keys are neighbours then.
 template <typename S>
 template <int Vectors, int Rows>
-ATTN_EXT_INLINE void FewKeysUnit<S>::make_plain_grads(int64_t r, const T* deltas, T* mask_grads, bool keeps) {
+ATTN_EXT_INLINE void FewKeysUnit<S>::make_plain_grads(int64_t r, const T* deltas, int64_t mask_place,
+                                                      bool keeps) {
   const int64_t keys = keys_, stride = stride_, mask_stride = params_.grad_mask.row_stride;
   const T* weights = s_.scores + r * stride;
   T* grads = s_.grads + r * stride;
@@ -192,13 +194,9 @@ ATTN_EXT_INLINE void FewKeysUnit<S>::make_plain_grads(int64_t r, const T* deltas
       const Vec<T> centred = load(grads + k * stride + j) - broadcast(deltas[k]);
       grad[k] = p[k] == Vec<T>{} ? p[k] : p[k] * centred;
       if (keeps) store(grads + k * stride + j, grad[k]);
-      if (mask_grads == nullptr) continue;
-      T* to = mask_grads + k * mask_stride + j;
-      if (v + 1 < Vectors || j + S::kLane == keys) {
-        store(to, load(to) + grad[k]);
-      } else {
-        add_row(to, 1, grad[k], keys - j);
-      }
+      if (mask_place < 0) continue;
+      const bool whole = v + 1 < Vectors || j + S::kLane == keys;
+      mask_grad_.put(mask_place + k * mask_stride + j, grad[k], whole ? S::kLane : keys - j);
     }
     store_pairs(r, j, p, grad);
   }
@@ -210,7 +208,6 @@ template <typename S>
 template <int Vectors, typename M>
 bool FewKeysUnit<S>::finish_plain_rows(int64_t first, int64_t begin, int64_t end) {
   const ScoreRule& rule = params_.rule;
-  const TensorView& view = params_.grad_mask;
   const bool has_window = rule.window_left >= 0 || rule.window_right >= 0;
   const T* lse = lse_rows<S>(params_, unit_.batch, head_) + first;
   T sums[kFewKeysBand], weight_sums[kFewKeysBand], deltas[kFewKeysBand];
@@ -237,20 +234,18 @@ bool FewKeysUnit<S>::finish_plain_rows(int64_t first, int64_t begin, int64_t end
   for (int64_t r = begin; r < end; ++r) {
     deltas[r - begin] = finish_delta(first + r, lse[r], sums[r - begin], weight_sums[r - begin]);
   }
-  const bool has_rows = grad_mask_ != nullptr && view.column_stride == 1;
-  const bool keeps = !S::kPaired || bad_keys_ || bad_queries_ || (grad_mask_ != nullptr && !has_rows);
-  T* mask_grads = grad_mask_ + (has_rows ? batch_offset(view, unit_.batch) + head_ * view.head_stride : 0);
+  const bool to_mask = mask_grad_.wanted(), at_once = to_mask && mask_grad_.view().column_stride == 1;
+  const bool keeps = !S::kPaired || bad_keys_ || bad_queries_ || (to_mask && !at_once);
+  const auto mask_place = [&](int64_t r) { return mask_grad_.place(unit_.batch, head_, first + r, 0); };
   int64_t r = begin;
   for (; S::kPaired && r + 1 < end; r += 2) {
-    make_plain_grads<Vectors, 2>(r, deltas + (r - begin),
-                                 has_rows ? mask_grads + (first + r) * view.row_stride : nullptr, keeps);
+    make_plain_grads<Vectors, 2>(r, deltas + (r - begin), at_once ? mask_place(r) : -1, keeps);
   }
   for (; r < end; ++r) {
-    make_plain_grads<Vectors, 1>(r, deltas + (r - begin),
-                                 has_rows ? mask_grads + (first + r) * view.row_stride : nullptr, keeps);
+    make_plain_grads<Vectors, 1>(r, deltas + (r - begin), at_once ? mask_place(r) : -1, keeps);
   }
-  for (r = begin; grad_mask_ != nullptr && !has_rows && r < end; ++r) {
-    add_mask_row(view, grad_mask_, row_place(first + r), {0, keys_}, s_.grads + r * stride_);
+  for (r = begin; to_mask && !at_once && r < end; ++r) {
+    mask_grad_.put_row(mask_place(r), s_.grads + r * stride_, keys_);
   }
   return true;
 }

@@ -60,7 +60,8 @@ struct FewKeys {
     const int64_t first = task * plan.task_chains, end = smaller(plan.chains.count, first + plan.task_chains);
     for (int64_t chain = first; chain < end; ++chain) {
       if (small.run(chain_unit(params.shape, plan.chains, chain, 0))) continue;
-      run_chain(params, plan.chains, chain, FewKeysUnit<S>(params, s, copies.of_chain(plan.chains, chain)));
+      const MaskGrad<S> mask_grad(params.grad_mask, copies.of_chain(plan.chains, chain));
+      run_chain(params, plan.chains, chain, FewKeysUnit<S>(params, s, mask_grad));
     }
   }
 

@@ -13,6 +13,7 @@
 #include "../../matrix/multiply.h"
 #include "../../scores/dropout_draw.h"
 #include "../chains.h"
+#include "../mask_grad.h"
 #include "../row_gradients.h"
 #include "../row_terms.h"
 #include "../store_rows.h"
@@ -99,12 +100,12 @@ class FewKeysUnit {
   using Operand = typename S::Operand;
   using Product = typename S::Product;
 
-  FewKeysUnit(const BackwardParams& params, const FewKeysScratch<S>& scratch, T* grad_mask)
+  FewKeysUnit(const BackwardParams& params, const FewKeysScratch<S>& scratch, MaskGrad<S> mask_grad)
       : params_(params),
         s_(scratch),
         units_(score_units<T>(params.rule)),
         group_(group_size(params.shape)),
-        grad_mask_(grad_mask),
+        mask_grad_(mask_grad),
         has_grad_(params.grad_output.data != nullptr),
         wants_grads_(params.grad_query.data != nullptr || params.grad_key.data != nullptr ||
                      params.grad_mask.data != nullptr || params.grad_sinks != nullptr),
@@ -200,7 +201,7 @@ class FewKeysUnit {
   void make_plain_weights(T* scores, const T* grads, const M* mask, Range seen, T lse, T& sum,
                           T& weight_sum) const;
   template <int Vectors, int Rows>
-  void make_plain_grads(int64_t r, const T* deltas, T* mask_grads, bool keeps);
+  void make_plain_grads(int64_t r, const T* deltas, int64_t mask_place, bool keeps);
   using PlainRows = bool (FewKeysUnit::*)(int64_t, int64_t, int64_t);
   template <typename M>
   static PlainRows plain_rows(int64_t vectors);
@@ -215,7 +216,7 @@ class FewKeysUnit {
   const FewKeysScratch<S>& s_;
   const ScoreUnits<T> units_;
   const int64_t group_;
-  T* const grad_mask_;
+  const MaskGrad<S> mask_grad_;
   const bool has_grad_, wants_grads_, full_;
   Unit unit_{0, 0};
   int64_t head_ = 0;

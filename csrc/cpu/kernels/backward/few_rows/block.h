@@ -13,6 +13,7 @@
 #include "../../matrix/row_dots.h"
 #include "../../scores/dropout_draw.h"
 #include "../chains.h"
+#include "../mask_grad.h"
 #include "../row_gradients.h"
 #include "../row_terms.h"
 #include "../store_rows.h"
@@ -284,8 +285,10 @@ void FewRowsBlock<S>::finish_row(Pass pass, int64_t row, Range keys) const {
   }
   store(sums, make_score_grads<false>(span, 0, kStepKeys, Uniform<T>{s_.terms.delta[row]}, load(sums)));
   if (params_.grad_mask.data != nullptr && params_.grad_mask.column_stride != 0) {
-    add_mask_row(params_.grad_mask, static_cast<T*>(params_.grad_mask.data), row_place(row), keys,
-                 span.grads);
+    const MaskGrad<S> mask_grad(params_.grad_mask, params_.grad_mask.data);
+    const RowPlace at = row_place(row);
+    mask_grad.put_row(mask_grad.place(at.batch, at.head, at.row, keys.begin), span.grads,
+                      keys.end - keys.begin);
   }
   if (units_.capped) multiply_by_slope(span.grads, s_.cap_slope + row * kStepKeys, 0, kStepKeys);
 }

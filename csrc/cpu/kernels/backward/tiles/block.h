@@ -8,6 +8,7 @@
 #include "../../matrix/rows_ahead.h"
 #include "../../scores/dropout_draw.h"
 #include "../../scores/mask_and_scale.h"
+#include "../mask_grad.h"
 #include "../row_terms.h"
 #include "pack.h"
 
@@ -115,7 +116,7 @@ class KeyQueryBlock {
     grad_key_ = grad_key;
     grad_value_ = grad_value;
   }
-  void set_grad_mask(T* grad_mask) { grad_mask_ = grad_mask; }
+  void set_mask_grad(MaskGrad<S> mask_grad) { mask_grad_ = mask_grad; }
 
   // Adds to the gradients what some query rows of a head give.
   void add_queries(int64_t head, Range rows, const QueryPack<S>& pack) {
@@ -165,13 +166,13 @@ class KeyQueryBlock {
   RowsAhead rows_ahead(const TensorView& view, const void* data, int64_t size, int64_t cell,
                        int64_t panel) const;
   RowsAhead mask_ahead(int64_t cell, int64_t panel) const;
-  RowsAhead grad_mask_ahead(int64_t cell, int64_t panel) const;
+  RowsAhead mask_grad_ahead(int64_t cell, int64_t panel) const;
   template <typename M, typename Convert>
   void load_cell(const TensorView& view, int64_t cell, int64_t panel, T* out, Convert convert) const;
   void load_bias_cell(int64_t cell, int64_t panel) const;
   void load_weight_grads_cell(int64_t cell, int64_t panel) const;
-  void add_mask_grads(int64_t cell, int64_t panel);
-  void add_mask_square(const T* grads, int64_t keys, T* to, int64_t queries) const;
+  void put_mask_grads(int64_t cell, int64_t panel) const;
+  void put_mask_square(const T* grads, int64_t keys, int64_t place, int64_t queries) const;
   void draw_dropout(int64_t panel);
 
   // cell.h
@@ -221,7 +222,7 @@ class KeyQueryBlock {
   const bool wants_grads_;   // of the scores: for query, key or mask
   const bool full_;          // any of what plain_row does not know
   const int64_t cell_size_;  // keys of a cell
-  T* grad_mask_ = nullptr;
+  MaskGrad<S> mask_grad_;
   int64_t batch_ = 0, key_head_ = 0, key_first_ = 0, key_count_ = 0;
   int64_t head_ = 0, query_first_ = 0, query_count_ = 0, padded_queries_ = 0;
   BlockPart part_{};  // queries up to a whole step

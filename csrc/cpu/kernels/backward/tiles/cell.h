@@ -16,7 +16,7 @@ void KeyQueryBlock<S>::run_cell(int64_t cell, int64_t panel) {
                 mask_ahead(cell, panel));
   if (with_grads && params_.grad_output.data != nullptr) {
     multiply_cell(cell, panel, *keys_.value_rows, queries_.grad_columns, shape.value_dim, s_.grads,
-                  grad_mask_ahead(cell, panel));
+                  mask_grad_ahead(cell, panel));
   }
   if (*keys_.has_bad_keys != 0 || *queries_.has_bad_queries != 0) keep_seen_of_cell(cell, panel);
   if (mask_by_key_) load_bias_cell(cell, panel);
@@ -26,7 +26,7 @@ void KeyQueryBlock<S>::run_cell(int64_t cell, int64_t panel) {
   special_ = full_ || pass_ != Pass::kGradients || *queries_.terms.has_far_rows != 0;
   if (!whole || mask_by_key_ || units_.scale_first) finish_cell_scores(cell, panel);
   if (rows_only) return sum_rows(cell, panel);
-  if (S::kPaired && whole && !special_ && grad_mask_ == nullptr) {
+  if (S::kPaired && whole && !special_ && !mask_grad_.wanted()) {
     return partial_ ? plain_paired_cell<true>(cell, panel) : plain_paired_cell<false>(cell, panel);
   }
   finish_weights(cell, panel);
@@ -166,7 +166,7 @@ void KeyQueryBlock<S>::clear_outside(int64_t cell, int64_t panel) {
 // The mask's gradient takes dS as it is, query and key what the softcap lets through of it.
 template <typename S>
 void KeyQueryBlock<S>::finish_side_grads(int64_t cell, int64_t panel) {
-  if (grad_mask_ != nullptr) add_mask_grads(cell, panel);
+  if (mask_grad_.wanted()) put_mask_grads(cell, panel);
   if (params_.rule.softcap == 0) return;
   for (int64_t r = cell; r < cell + cell_rows(cell); ++r) {
     const Range span = panel_span(round_down(r, S::kTileRows), panel);

@@ -105,7 +105,7 @@ class Tiles {
     const auto scratch = take_key_query_scratch<S>(arena_, params_, plan_.block_keys, plan_.block_queries);
     memory_.take_from(arena_);
     KeyQueryBlock<S> scores(params_, plan_, scratch);
-    scores.set_grad_mask(mask_copies_.of_chain(chains_, chain));
+    scores.set_mask_grad({params_.grad_mask, mask_copies_.of_chain(chains_, chain)});
     const Range members = chain_members(chains_, chain);
     for (int64_t i = members.begin; i < members.end; ++i)
       run_unit(scores, chain_unit(shape_, chains_, chain, i));

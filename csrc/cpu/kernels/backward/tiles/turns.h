@@ -167,7 +167,7 @@ void Tiles<S>::meet_in_turn(const Meeting& at, const Turns& turns) {
   const BlockPart part{part_of_keys(key.block, key.part), part_of_queries(query.block, query.part)};
   const auto scratch = take_key_query_scratch<S>(arena_, params_, plan_.block_keys, plan_.block_queries);
   KeyQueryBlock<S> scores(params_, plan_, scratch);
-  scores.set_grad_mask(mask_copies_.of_chain(chains_, at.chain));
+  scores.set_mask_grad({params_.grad_mask, mask_copies_.of_chain(chains_, at.chain)});
   const Range members = chain_members(chains_, at.chain);
   const auto lanes_of = [&](Unit unit) {
     return Range{key_lane(unit, key.block, key.part),

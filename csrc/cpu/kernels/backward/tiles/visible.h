@@ -115,9 +115,10 @@ RowsAhead KeyQueryBlock<S>::mask_ahead(int64_t cell, int64_t panel) const {
 }
 
 template <typename S>
-RowsAhead KeyQueryBlock<S>::grad_mask_ahead(int64_t cell, int64_t panel) const {
-  if (grad_mask_ == nullptr) return {};
-  return rows_ahead(params_.grad_mask, grad_mask_, sizeof(T), cell, panel);
+RowsAhead KeyQueryBlock<S>::mask_grad_ahead(int64_t cell, int64_t panel) const {
+  if (!mask_grad_.wanted()) return {};
+  const ResultView& view = mask_grad_.view();
+  return rows_ahead(view, mask_grad_.data(), view.wide ? sizeof(T) : sizeof(Element), cell, panel);
 }
 
 // A cell of a matrix of queries x keys of Ms, converted and turned around.
@@ -147,33 +148,33 @@ void KeyQueryBlock<S>::load_weight_grads_cell(int64_t cell, int64_t panel) const
                      [](const Element* p) { return load_compute(p); });
 }
 
-// dMask += dS of the cell, summed over whatever the mask broadcasts over.
+// dS of the cell, into the mask's gradient.
 template <typename S>
-void KeyQueryBlock<S>::add_mask_grads(int64_t cell, int64_t panel) {
-  const TensorView& view = params_.grad_mask;
-  T* to = grad_mask_ + batch_offset(view, batch_) + head_ * view.head_stride +
-          (query_first_ + panel) * view.row_stride + (key_first_ + cell) * view.column_stride;
+void KeyQueryBlock<S>::put_mask_grads(int64_t cell, int64_t panel) const {
+  const TensorView& view = mask_grad_.view();
+  const int64_t first = mask_grad_.place(batch_, head_, query_first_ + panel, key_first_ + cell);
   const int64_t queries = smaller(S::kPanel, query_count_ - panel), keys = cell_rows(cell);
   for (int64_t q = 0; q < queries; q += S::kLane) {
-    const int64_t present = smaller(S::kLane, queries - q);
+    const int64_t place = first + q * view.row_stride, present = smaller(S::kLane, queries - q);
     if (view.column_stride == 0) {
       Vec<T> sum = {};
       for (int64_t r = cell; r < cell + keys; ++r) sum += load(grad_row(cell, panel, r) + q);
+      T* to = static_cast<T*>(mask_grad_.data()) + place;
       view.row_stride == 0 ? static_cast<void>(*to += lane_sum<T>(sum))
-                           : add_row(to + q * view.row_stride, view.row_stride, sum, present);
+                           : add_row(to, view.row_stride, sum, present);
       continue;
     }
     for (int64_t k = 0; k < keys; k += S::kLane) {
-      add_mask_square(grad_row(cell, panel, cell + k) + q, smaller(S::kLane, keys - k),
-                      to + q * view.row_stride + k * view.column_stride, present);
+      put_mask_square(grad_row(cell, panel, cell + k) + q, smaller(S::kLane, keys - k),
+                      place + k * view.column_stride, present);
     }
   }
 }
 
-// A square of lanes of dS (keys, queries), turned around and added.
+// A square of lanes of dS (keys, queries), turned around.
 template <typename S>
-void KeyQueryBlock<S>::add_mask_square(const T* grads, int64_t keys, T* to, int64_t queries) const {
-  const TensorView& view = params_.grad_mask;
+void KeyQueryBlock<S>::put_mask_square(const T* grads, int64_t keys, int64_t place, int64_t queries) const {
+  const int64_t row_stride = mask_grad_.view().row_stride;
   Vec<T> square[kLanes<T>];
   if (keys == S::kLane) {
 #pragma GCC unroll 16
@@ -183,14 +184,11 @@ void KeyQueryBlock<S>::add_mask_square(const T* grads, int64_t keys, T* to, int6
       square[i] = i < keys ? load(grads + i * s_.score_stride) : Vec<T>{};
   }
   transpose_square<T>(square);
-  if (keys == S::kLane && queries == S::kLane && view.column_stride == 1) {
+  if (keys == S::kLane && queries == S::kLane) {
 #pragma GCC unroll 16
-    for (int64_t i = 0; i < S::kLane; ++i) {
-      store(to + i * view.row_stride, load(to + i * view.row_stride) + square[i]);
-    }
+    for (int64_t i = 0; i < S::kLane; ++i) mask_grad_.put(place + i * row_stride, square[i], S::kLane);
   } else {
-    for (int64_t i = 0; i < queries; ++i)
-      add_row(to + i * view.row_stride, view.column_stride, square[i], keys);
+    for (int64_t i = 0; i < queries; ++i) mask_grad_.put(place + i * row_stride, square[i], keys);
   }
 }
 
