@@ -19,7 +19,7 @@ template <typename S>
 ATTN_EXT_INLINE int64_t backward_few_rows(const AttentionShape& shape) {
   if (!S::Product::kInRegisters || S::kPanel < 64) return 8;
   const int64_t dims = shape.head_dim + shape.value_dim;
-  return dims >= 128 ? 16 : dims >= 64 ? 12 : 8;
+  return dims >= 128 ? 24 : dims >= 64 ? 12 : 8;
 }
 
 template <typename S>

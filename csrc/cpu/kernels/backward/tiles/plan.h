@@ -94,12 +94,10 @@ void Tiles<S>::plan_turns(const BackwardParams& params, int threads, BackwardPla
   plan_parts(params, threads, plan);
   const int64_t query_blocks = shape.batch * shape.query_heads * tiles.query_blocks;
   const int64_t key_blocks = unit_count(shape) * tiles.key_blocks;
-  const int64_t key_places = ceil_div(tiles.key_blocks, tiles.segments) * tiles.key_parts;
-  const int64_t query_places = ceil_div(tiles.query_blocks, tiles.segments) * tiles.query_parts;
   tiles.pack_tasks = query_blocks + key_blocks;
   tiles.row_tasks = plan.exact_delta || any_far<T>(params) ? query_blocks : 0;
-  tiles.part_tasks =
-      plan.chains.count * group_size(shape) * tiles.segments * tiles.segments * key_places * query_places;
+  tiles.part_tasks = plan.chains.count * group_size(shape) * tiles.segments * tiles.segments *
+                     key_places(tiles) * query_places(tiles);
   tiles.store_tasks = query_blocks + key_blocks;
   tiles.lanes = unit_count(shape) * unit_lanes(shape, tiles);
 }

@@ -82,8 +82,12 @@ class Tiles {
     return index;
   }
   // Blocks of the longest segment, in parts.
-  int64_t key_places() const { return ceil_div(plan_.key_blocks, plan_.segments) * plan_.key_parts; }
-  int64_t query_places() const { return ceil_div(plan_.query_blocks, plan_.segments) * plan_.query_parts; }
+  static int64_t key_places(const TilesPlan& plan) {
+    return ceil_div(plan.key_blocks, plan.segments) * plan.key_parts;
+  }
+  static int64_t query_places(const TilesPlan& plan) {
+    return ceil_div(plan.query_blocks, plan.segments) * plan.query_parts;
+  }
   Range key_segment(int64_t index) const { return segment(plan_.key_blocks, index); }
   Range query_segment(int64_t index) const { return segment(plan_.query_blocks, index); }
   Range block_rows(int64_t len, int64_t size, int64_t block) const {

@@ -60,8 +60,8 @@ template <typename S>
 int64_t Tiles<S>::key_lane_before(int64_t segment, int64_t place, int64_t turn) const {
   const BlockPlace key = place_in(key_segment(segment), plan_.key_parts, place);
   while (--turn >= 0) {
-    const int64_t other = (segment + turn / query_places()) % plan_.segments;
-    if (meet(key, place_in(query_segment(other), plan_.query_parts, turn % query_places()))) break;
+    const int64_t other = (segment + turn / query_places(plan_)) % plan_.segments;
+    if (meet(key, place_in(query_segment(other), plan_.query_parts, turn % query_places(plan_)))) break;
   }
   return kReady + 1 + turn;
 }
@@ -70,8 +70,8 @@ template <typename S>
 int64_t Tiles<S>::query_lane_before(int64_t segment, int64_t place, int64_t turn) const {
   const BlockPlace query = place_in(query_segment(segment), plan_.query_parts, place);
   while (--turn >= 0) {
-    const int64_t other = (segment - turn / key_places() + plan_.segments) % plan_.segments;
-    if (meet(place_in(key_segment(other), plan_.key_parts, turn % key_places()), query)) break;
+    const int64_t other = (segment - turn / key_places(plan_) + plan_.segments) % plan_.segments;
+    if (meet(place_in(key_segment(other), plan_.key_parts, turn % key_places(plan_)), query)) break;
   }
   return kReady + 1 + turn;
 }
@@ -136,11 +136,11 @@ void Tiles<S>::make_rows_in_turn(int64_t task, const Turns& turns) {
 template <typename S>
 typename Tiles<S>::Meeting Tiles<S>::meeting_at(int64_t task) const {
   const int64_t of_place = chains_.count * plan_.segments,
-                of_phase = of_place * key_places() * query_places();
+                of_phase = of_place * key_places(plan_) * query_places(plan_);
   int64_t place = task % of_phase / of_place, diagonal = 0, first = 0;  // key place of the diagonal's first
   for (;; ++diagonal) {
-    first = larger(0, diagonal - query_places() + 1);
-    const int64_t count = smaller(diagonal, key_places() - 1) - first + 1;
+    first = larger(0, diagonal - query_places(plan_) + 1);
+    const int64_t count = smaller(diagonal, key_places(plan_) - 1) - first + 1;
     if (place < count) break;
     place -= count;
   }
@@ -160,8 +160,8 @@ void Tiles<S>::meet_in_turn(const Meeting& at, const Turns& turns) {
   const BlockPlace key = place_in(key_segment(at.key_segment), plan_.key_parts, at.key_place);
   const BlockPlace query = place_in(query_segment(at.query_segment), plan_.query_parts, at.query_place);
   if (!meet(key, query)) return;
-  const int64_t key_turn = (at.group_head * plan_.segments + at.phase) * query_places() + at.query_place;
-  const int64_t query_turn = at.phase * key_places() + at.key_place;
+  const int64_t key_turn = (at.group_head * plan_.segments + at.phase) * query_places(plan_) + at.query_place;
+  const int64_t query_turn = at.phase * key_places(plan_) + at.key_place;
   const int64_t key_number = key_lane_before(at.key_segment, at.key_place, key_turn);
   const int64_t query_number = query_lane_before(at.query_segment, at.query_place, query_turn);
   const BlockPart part{part_of_keys(key.block, key.part), part_of_queries(query.block, query.part)};
@@ -207,7 +207,7 @@ void Tiles<S>::store_in_turn(int64_t task, const Turns& turns) {
     const int64_t first = (block - query_segment(segment).begin) * plan_.query_parts;
     for (int64_t i = 0; i < plan_.query_parts; ++i) {
       turns.wait(query_lane(unit, group_head, block, i),
-                 query_lane_before(segment, first + i, plan_.segments * key_places()));
+                 query_lane_before(segment, first + i, plan_.segments * key_places(plan_)));
     }
     store_query_block(unit, group_head, block);
     if (block > 0 || params_.grad_sinks == nullptr) return;
@@ -222,7 +222,7 @@ void Tiles<S>::store_in_turn(int64_t task, const Turns& turns) {
   const int64_t first = (block - key_segment(segment).begin) * plan_.key_parts;
   for (int64_t i = 0; i < plan_.key_parts; ++i) {
     turns.wait(key_lane(unit, block, i),
-               key_lane_before(segment, first + i, group_ * plan_.segments * query_places()));
+               key_lane_before(segment, first + i, group_ * plan_.segments * query_places(plan_)));
   }
   store_key_block(unit, block);
 }
