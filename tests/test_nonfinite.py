@@ -271,6 +271,22 @@ def test_a_visible_score_of_minus_inf_weighs_nothing_beside_the_lowest_bias(shap
     torch.testing.assert_close(grads[2].float(), expected[2].float(), **tolerance)
 
 
+@pytest.mark.parametrize("shape", [(1, 16), (13, 5), (20, 40), (20, 300), (3, 300)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_lse_of_lowest_biases_is_theirs_whatever_the_bias_of_a_score_of_minus_inf(shape, dtype):
+    rows, keys = shape
+    query, key, value = (torch.rand(n, 4, dtype=torch.float64).to(dtype) for n in (rows, keys, keys))
+    key[-1] = -INF
+    bias = torch.full((rows, keys), torch.finfo(dtype).min, dtype=dtype)
+    bias[:, -1] = 0
+    output, lse = attn_ext.sdpa_with_lse(query, key, value, bias)
+    wide = (t.double() for t in (query, key[:-1], value[:-1], bias[:, :-1]))
+    expected, expected_lse = reference.sdpa_with_lse(*wide)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=0)
+    # Biases so large leave nothing of the scores: the mean of the values.
+    torch.testing.assert_close(output.double(), expected, rtol=1e-2, atol=1e-2)
+
+
 def test_rows_of_visible_scores_of_minus_inf_take_no_gradient():
     query, key, value = torch.randn(1, 1, 9), torch.randn(1, 3, 9), torch.randn(1, 3, 4)
     query[..., 0] = 1.0

@@ -90,7 +90,8 @@ void QueryBlock<S>::finish_largest(int64_t band) const {
   const auto is_large = [](T x) { return x - x == 0 && (x > kLarge || x < -kLarge); };
   for (int64_t r = band; r < band + band_rows(band); ++r) {
     if (!is_large(s_.lse[r])) continue;
-    const T bias = largest_bias(r);
+    // A row of a lowest lse has scores of -inf where its bias is any larger.
+    const T bias = largest_bias(r, s_.lse[r] < 0 ? -kLarge : kInfinity<T>);
     if (is_large(bias)) s_.lse[r] = bias;
   }
 }

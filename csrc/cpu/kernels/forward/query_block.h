@@ -196,7 +196,7 @@ class QueryBlock {
   void mask(int64_t band);
   void mask_row(int64_t r, T* row, int64_t begin, int64_t end) const;
 
-  T largest_bias(int64_t r) const;
+  T largest_bias(int64_t r, T most) const;
 
   // stored.h
   template <typename Stored = Element>

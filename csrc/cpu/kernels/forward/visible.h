@@ -175,11 +175,12 @@ void QueryBlock<S>::mask(int64_t band) {
   }
 }
 
-// Of what a row sees, its sink among it.
+// Of what a row sees, its sink among it, and is no larger than `most`; -inf where there is none.
 template <typename S>
-typename S::Accum QueryBlock<S>::largest_bias(int64_t r) const {
+typename S::Accum QueryBlock<S>::largest_bias(int64_t r, T most) const {
   const ScoreRule& rule = params_.rule;
   T top = sink_of<Element>(rule, batch_, s_.row_head[r]);
+  if (top > most) top = -kInfinity<T>;
   if (!is_biased(rule)) return top;
   with_kind<Element>(rule.mask_kind, [&](auto tag) {
     using M = typename decltype(tag)::Type;
@@ -187,7 +188,7 @@ typename S::Accum QueryBlock<S>::largest_bias(int64_t r) const {
       const M* mask = row_pointer<const M>(rule.mask, batch_, s_.row_head[r], s_.row_index[r]);
       for (int64_t j = s_.row_keys[r].begin; j < s_.row_keys[r].end; ++j) {
         const T bias = static_cast<T>(to_compute(mask[j * rule.mask.column_stride]));
-        if (bias > top) top = bias;
+        if (bias > top && bias <= most) top = bias;
       }
     }
   });
