@@ -7,7 +7,7 @@
 #                                      stay as they were written last
 #   KERNEL_SETS    of the instruction sets, those of the kernel tests; default: all
 #   ROW_SECONDS    how long a row may take; default: 3600
-#   TORCHES        versions of torch; default: 2.11.0 2.12.0 2.13.0 2.14.0
+#   TORCHES        versions of torch; default: 2.11.0 2.12.0 2.13.0 2.14.0 2.15.0
 #   PART           what of the tests runs with each torch; default: tests/test_forward.py tests/test_backward.py
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -104,6 +104,6 @@ for compiler in g++ clang++-14; do
   kernels "$compiler" "ThreadSanitizer" thread
   kernels "$compiler" "AddressSanitizer and UndefinedBehaviorSanitizer" address,undefined
 done
-for version in ${TORCHES:-2.11.0 2.12.0 2.13.0 2.14.0}; do
+for version in ${TORCHES:-2.11.0 2.12.0 2.13.0 2.14.0 2.15.0}; do
   with_torch "$version"
 done
