@@ -171,10 +171,11 @@ def sdpa_packed_with_lse(
         of_query = slice(ends_q[n], ends_q[n] + rows)
         of_key = slice(ends_k[n], ends_k[n] + keys)
         # The draw is that of a padded batch: batch n of it.
+        batches = n + 1 if dropout_p > 0 else 1
         own = (query[of_query], key[of_key], value[of_key])
         q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in own)
         result = attention(
-            q.expand(n + 1, -1, -1, -1),
+            q.expand(batches, -1, -1, -1),
             k,
             v,
             dropout_p=dropout_p,
@@ -185,8 +186,8 @@ def sdpa_packed_with_lse(
             **options,
         )
         place = torch.arange(query.shape[0], device=query.device)[of_query]
-        output = output.index_copy(0, place, result.output[n].transpose(0, 1))
-        lse = lse.index_copy(1, place, result.lse[n])
+        output = output.index_copy(0, place, result.output[-1].transpose(0, 1))
+        lse = lse.index_copy(1, place, result.lse[-1])
     return output, lse
 
 
