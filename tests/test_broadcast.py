@@ -114,11 +114,12 @@ def test_bits_do_not_depend_on_the_number_of_threads(leads, query_len, key_len, 
 
 @pytest.mark.parametrize("mask_lead", [(5, 2), (5, 1), (1, 2), (1, 1)])
 @pytest.mark.parametrize("leads", ["query_over_batch", "keys_over_batch"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @by_lengths
-def test_gradients_of_mask_and_sinks_beside_it(leads, query_len, key_len, dim, mask_lead):
-    tensors = inputs(leads, query_len, key_len, dim, torch.float64)
-    mask = torch.randn(*mask_lead, query_len, key_len, dtype=torch.float64, requires_grad=True)
-    sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)
+def test_gradients_of_mask_and_sinks_beside_it(leads, query_len, key_len, dim, mask_lead, dtype):
+    tensors = inputs(leads, query_len, key_len, dim, dtype)
+    mask = torch.randn(*mask_lead, query_len, key_len).to(dtype).requires_grad_()
+    sinks = torch.randn(2).to(dtype).requires_grad_()
     grad_output = output_like(tensors)
 
     def mask_and_sinks(tensors: list[Tensor]) -> list[Tensor]:
@@ -127,6 +128,18 @@ def test_gradients_of_mask_and_sinks_beside_it(leads, query_len, key_len, dim, m
 
     for a, e in zip(mask_and_sinks(tensors), mask_and_sinks(expanded(tensors)), strict=True):
         torch.testing.assert_close(a, e)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 17, 300])
+def test_gradient_of_a_mask_of_one_key_that_broadcasts_over_nothing(rows, dtype):
+    query, key = torch.randn(2, 4, rows, 8, dtype=dtype), torch.randn(2, 4, 1, 8, dtype=dtype)
+    mask = torch.randn(2, 4, rows, 1, dtype=dtype, requires_grad=True)
+    lse = attn_ext.sdpa_with_lse(query, key, key, mask)[1]
+    incoming = torch.randn_like(lse)
+    # The one weight is 1 whatever the score: lse alone hangs on the mask.
+    (grad,) = torch.autograd.grad(lse, mask, incoming)
+    torch.testing.assert_close(grad, incoming.unsqueeze(-1).to(dtype))
 
 
 def test_no_batch_at_all():

@@ -273,18 +273,31 @@ def test_a_visible_score_of_minus_inf_weighs_nothing_beside_the_lowest_bias(shap
 
 @pytest.mark.parametrize("shape", [(1, 16), (13, 5), (20, 40), (20, 300), (3, 300)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_lse_of_lowest_biases_is_theirs_whatever_the_bias_of_a_score_of_minus_inf(shape, dtype):
+@pytest.mark.parametrize(("of_hidden", "of_others"), [(0, -1), (-0.7, -1), (1, 0.7)])
+def test_lse_is_that_of_large_biases_whatever_the_bias_of_a_score_of_minus_inf(
+    shape, dtype, of_hidden, of_others
+):
     rows, keys = shape
     query, key, value = (torch.rand(n, 4, dtype=torch.float64).to(dtype) for n in (rows, keys, keys))
     key[-1] = -INF
-    bias = torch.full((rows, keys), torch.finfo(dtype).min, dtype=dtype)
-    bias[:, -1] = 0
+    most = torch.finfo(dtype).max
+    bias = torch.full((rows, keys), of_others * most, dtype=dtype)
+    bias[:, -1] = of_hidden * most
     output, lse = attn_ext.sdpa_with_lse(query, key, value, bias)
     wide = (t.double() for t in (query, key[:-1], value[:-1], bias[:, :-1]))
     expected, expected_lse = reference.sdpa_with_lse(*wide)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=0)
-    # Biases so large leave nothing of the scores: the mean of the values.
     torch.testing.assert_close(output.double(), expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("product", [-1.1e38, -1.177e38, -1.3e38, -2e38])
+def test_lse_of_low_products_is_theirs_beside_the_lowest_bias(product):
+    query, key, value = torch.tensor([[1.0, 0.0]]), torch.zeros(3, 2), torch.randn(3, 4)
+    key[:, 0] = product
+    bias = torch.zeros(1, 3)
+    bias[:, -1] = torch.finfo(torch.float32).min
+    lse = attn_ext.sdpa_with_lse(query, key, value, bias, scale=1.0)[1]
+    torch.testing.assert_close(lse.item(), product, rtol=1e-6, atol=0)
 
 
 def test_rows_of_visible_scores_of_minus_inf_take_no_gradient():

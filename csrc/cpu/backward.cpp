@@ -151,7 +151,7 @@ struct OutgoingGrads {
   int64_t slice;  // batches that the kernels are given at a time
   OutgoingGrad query, key, value;
   at::Tensor mask;          // in its own shape
-  bool mask_is_sum = true;  // over what the mask broadcasts over, in the dtype of accumulation
+  bool mask_is_sum = true;  // in the dtype of accumulation: the mask broadcasts, or has another dtype
   at::Tensor sinks;         // (sequences, batch, heads), the same
 };
 

@@ -466,7 +466,7 @@ void add_shapes(const Add& add) {
     c.batch = 2;
     c.placement.order = "bhcr";
   });
-  for (const int64_t lq : {1, 3, 9, 16}) {
+  for (const int64_t lq : {1, 3, 9, 24, 25}) {
     add("few rows, columns apart", [=](Case& c) {
       sized(c, lq, 395, 56, 72);
       c.placement.order = "bhcr";
@@ -576,10 +576,12 @@ void add_masks(const Add& add) {
       });
     }
   }
-  for (const int64_t rows : {3, 83}) {  // few rows, few keys
-    add("mask bhrc beside few", [=](Case& c) {
-      sized(c, rows, rows == 3 ? 205 : 43, 16, 16);
+  for (const ScalarKind kind : {ScalarKind::kFloat32, ScalarKind::kNone}) {
+    add("few keys mask bhrc", [=](Case& c) {
+      sized(c, 83, 43, 16, 16);
+      c.batch = 2;
       c.mask = "bhrc";
+      c.mask_kind = kind;
       c.mask_grad = true;
     });
   }

@@ -15,39 +15,41 @@ class MaskGrad {
 
   MaskGrad() = default;  // not wanted
   // data: the caller's, or another copy of the sums
-  MaskGrad(const ResultView& view, void* data) : view_(&view), data_(data) {}
+  MaskGrad(const ResultView& view, void* data)
+      : view_(&view), data_(data), column_stride_(view.column_stride), wide_(view.wide) {}
 
   bool wanted() const { return data_ != nullptr; }
   void* data() const { return data_; }
   const ResultView& view() const { return *view_; }
   int64_t place(int64_t batch, int64_t head, int64_t row, int64_t key) const {
-    return row_offset(*view_, batch, head, row) + key * view_->column_stride;
+    return row_offset(*view_, batch, head, row) + key * column_stride_;
   }
 
   // dS of one row and up to kLane keys, the first of them at `place`; the mask has keys.
   ATTN_EXT_INLINE void put(int64_t place, Vec<T> grads, int64_t count) const {
-    if (view_->wide) return add_row(static_cast<T*>(data_) + place, view_->column_stride, grads, count);
+    if (wide_) return add_row(static_cast<T*>(data_) + place, column_stride_, grads, count);
     auto* to = static_cast<typename S::Element*>(data_) + place;
     count == S::kLane ? store_element(to, grads) : store_element_partial(to, grads, count);
   }
 
   // dS of one row and `count` keys.
   ATTN_EXT_INLINE void put_row(int64_t place, const T* grads, int64_t count) const {
-    if (view_->column_stride == 0) {
+    if (column_stride_ == 0) {
       Vec<T> sum = {};
       for (int64_t j = 0; j < count; j += S::kLane) sum += load(grads + j);
       static_cast<T*>(data_)[place] += lane_sum<T>(sum);
       return;
     }
     int64_t j = 0;
-    for (; j + S::kLane <= count; j += S::kLane)
-      put(place + j * view_->column_stride, load(grads + j), S::kLane);
-    if (j < count) put(place + j * view_->column_stride, load(grads + j), count - j);
+    for (; j + S::kLane <= count; j += S::kLane) put(place + j * column_stride_, load(grads + j), S::kLane);
+    if (j < count) put(place + j * column_stride_, load(grads + j), count - j);
   }
 
  private:
   const ResultView* view_ = nullptr;
   void* data_ = nullptr;
+  int64_t column_stride_ = 0;  // of the view, where every vector asks for it
+  bool wide_ = true;
 };
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

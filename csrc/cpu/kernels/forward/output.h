@@ -83,16 +83,16 @@ void QueryBlock<S>::finish_rows(int64_t band) {
   }
 }
 
-// Where a bias lies beyond what log2 units hold of it.
+// Where a bias lies beyond what log2 units hold of it, lse is further from 0 than they tell.
 template <typename S>
 void QueryBlock<S>::finish_largest(int64_t band) const {
   constexpr T kLarge = kFarthest<T> * static_cast<T>(0.69);  // a little less than ln 2
   const auto is_large = [](T x) { return x - x == 0 && (x > kLarge || x < -kLarge); };
   for (int64_t r = band; r < band + band_rows(band); ++r) {
-    if (!is_large(s_.lse[r])) continue;
-    // A row of a lowest lse has scores of -inf where its bias is any larger.
-    const T bias = largest_bias(r, s_.lse[r] < 0 ? -kLarge : kInfinity<T>);
-    if (is_large(bias)) s_.lse[r] = bias;
+    const T lse = s_.lse[r];
+    if (!is_large(lse)) continue;
+    const T score = score_of_largest_bias(r);
+    if (is_large(score) && (lse < 0 ? score < lse : score > lse)) s_.lse[r] = score;
   }
 }
 

@@ -196,7 +196,8 @@ class QueryBlock {
   void mask(int64_t band);
   void mask_row(int64_t r, T* row, int64_t begin, int64_t end) const;
 
-  T largest_bias(int64_t r, T most) const;
+  double score_of_key(int64_t r, int64_t key) const;
+  T score_of_largest_bias(int64_t r) const;
 
   // stored.h
   template <typename Stored = Element>

@@ -175,24 +175,47 @@ void QueryBlock<S>::mask(int64_t band) {
   }
 }
 
-// Of what a row sees, its sink among it, and is no larger than `most`; -inf where there is none.
+// A score without its bias, from the tensors: few keys of few rows are asked for it. No call has a bias and a
+// cache.
 template <typename S>
-typename S::Accum QueryBlock<S>::largest_bias(int64_t r, T most) const {
+double QueryBlock<S>::score_of_key(int64_t r, int64_t key) const {
+  const int64_t head = s_.row_head[r], columns = params_.shape.head_dim;
+  const TensorView &query = params_.query, &keys = params_.key;
+  const Element* a = row_pointer<const Element>(query, batch_, head, s_.row_index[r]);
+  const Element* b = row_pointer<const Element>(keys, batch_, head / group_size(params_.shape), key);
+  double sum = 0;
+  for (int64_t c = 0; c < columns; ++c) {
+    sum += static_cast<double>(to_compute(a[c * query.column_stride])) *
+           static_cast<double>(to_compute(b[c * keys.column_stride]));
+  }
+  sum *= params_.rule.scale;
+  const double cap = params_.rule.softcap;
+  return cap > 0 ? cap * tanh<double>(broadcast(sum / cap))[0] : sum;
+}
+
+// Of the keys that a row sees, and its sink, that with the largest bias whose score is not -inf.
+template <typename S>
+typename S::Accum QueryBlock<S>::score_of_largest_bias(int64_t r) const {
   const ScoreRule& rule = params_.rule;
   T top = sink_of<Element>(rule, batch_, s_.row_head[r]);
-  if (top > most) top = -kInfinity<T>;
   if (!is_biased(rule)) return top;
+  double score = static_cast<double>(top);
   with_kind<Element>(rule.mask_kind, [&](auto tag) {
     using M = typename decltype(tag)::Type;
     if constexpr (!std::is_same_v<M, uint8_t>) {
       const M* mask = row_pointer<const M>(rule.mask, batch_, s_.row_head[r], s_.row_index[r]);
       for (int64_t j = s_.row_keys[r].begin; j < s_.row_keys[r].end; ++j) {
         const T bias = static_cast<T>(to_compute(mask[j * rule.mask.column_stride]));
-        if (bias > top && bias <= most) top = bias;
+        if (!(bias > top)) continue;
+        const double product = score_of_key(r, j);
+        if (product == -kInfinity<double>) continue;
+        top = bias;
+        score = product + static_cast<double>(bias);
       }
     }
   });
-  return top;
+  const double most = static_cast<double>(FloatFormat<T>::kLargest);
+  return static_cast<T>(score > most ? most : score < -most ? -most : score);
 }
 
 template <typename S>

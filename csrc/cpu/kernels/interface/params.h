@@ -64,8 +64,9 @@ struct ScoreRule {
   TensorView sinks;                           // (B, Hq): batch and head strides only
 };
 
-// Where rows of an output or of a gradient are written; column_stride 1. Wide: in float (double for float64)
-// whatever the query's dtype, because they are to be added to others.
+// Where rows of an output or of a gradient are written; column_stride 1, but for the sums of a mask's
+// gradient. Wide: in float (double for float64) whatever the query's dtype, because they are to be added to
+// others.
 struct ResultView : TensorView {
   bool wide = false;
 };

@@ -184,6 +184,7 @@ ATTN_EXT_INLINE void FewKeysUnit<S>::make_plain_grads(int64_t r, const T* deltas
   const int64_t keys = keys_, stride = stride_, mask_stride = params_.grad_mask.row_stride;
   const T* weights = s_.scores + r * stride;
   T* grads = s_.grads + r * stride;
+  const MaskGrad<S> to_mask = mask_grad_;
 #pragma GCC unroll 8
   for (int v = 0; v < Vectors; ++v) {
     const int64_t j = v * S::kLane;
@@ -196,7 +197,7 @@ ATTN_EXT_INLINE void FewKeysUnit<S>::make_plain_grads(int64_t r, const T* deltas
       if (keeps) store(grads + k * stride + j, grad[k]);
       if (mask_place < 0) continue;
       const bool whole = v + 1 < Vectors || j + S::kLane == keys;
-      mask_grad_.put(mask_place + k * mask_stride + j, grad[k], whole ? S::kLane : keys - j);
+      to_mask.put(mask_place + k * mask_stride + j, grad[k], whole ? S::kLane : keys - j);
     }
     store_pairs(r, j, p, grad);
   }

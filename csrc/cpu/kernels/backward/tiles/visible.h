@@ -174,7 +174,8 @@ void KeyQueryBlock<S>::put_mask_grads(int64_t cell, int64_t panel) const {
 // A square of lanes of dS (keys, queries), turned around.
 template <typename S>
 void KeyQueryBlock<S>::put_mask_square(const T* grads, int64_t keys, int64_t place, int64_t queries) const {
-  const int64_t row_stride = mask_grad_.view().row_stride;
+  const MaskGrad<S> to = mask_grad_;
+  const int64_t row_stride = to.view().row_stride;
   Vec<T> square[kLanes<T>];
   if (keys == S::kLane) {
 #pragma GCC unroll 16
@@ -186,9 +187,9 @@ void KeyQueryBlock<S>::put_mask_square(const T* grads, int64_t keys, int64_t pla
   transpose_square<T>(square);
   if (keys == S::kLane && queries == S::kLane) {
 #pragma GCC unroll 16
-    for (int64_t i = 0; i < S::kLane; ++i) mask_grad_.put(place + i * row_stride, square[i], S::kLane);
+    for (int64_t i = 0; i < S::kLane; ++i) to.put(place + i * row_stride, square[i], S::kLane);
   } else {
-    for (int64_t i = 0; i < queries; ++i) mask_grad_.put(place + i * row_stride, square[i], keys);
+    for (int64_t i = 0; i < queries; ++i) to.put(place + i * row_stride, square[i], keys);
   }
 }
 
