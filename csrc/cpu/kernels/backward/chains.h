@@ -66,7 +66,7 @@ ATTN_EXT_INLINE Unit chain_unit(const AttentionShape& shape, const ChainsPlan& p
 // The copies of the mask gradient beside the caller's own.
 template <typename T>
 struct MaskCopies {
-  T* first;      // the caller's
+  T* first;      // the caller's; of another type where it is not wide, and then the only one
   T* others;     // one behind the other
   int64_t size;  // of each
 
