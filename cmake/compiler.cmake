@@ -19,6 +19,11 @@ function(attn_ext_compile_options target)
   target_compile_options(${target} PRIVATE
     -Wall -Wextra $<$<BOOL:${ATTN_EXT_WERROR}>:-Werror>
     "-fmacro-prefix-map=${ATTN_EXT_ROOT}/="
-    "$<$<BOOL:${ATTN_EXT_TORCH_DIR}>:-fmacro-prefix-map=${ATTN_EXT_TORCH_DIR}/=torch/>"
     $<$<CXX_COMPILER_ID:GNU>:-fno-canonical-system-headers>)
+endfunction()
+
+# Of what includes torch's headers. The kernels do not: they are compiled alike whatever torch they are built beside.
+function(attn_ext_torch_compile_options target)
+  attn_ext_compile_options(${target})
+  target_compile_options(${target} PRIVATE "-fmacro-prefix-map=${ATTN_EXT_TORCH_DIR}/=torch/")
 endfunction()
