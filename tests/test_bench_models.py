@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import time
 import types
 
 import pytest
@@ -14,7 +15,7 @@ import attn_ext
 
 pytest.importorskip("transformers")
 
-from attn_ext.benchmark import memory, model_report, models, timing
+from attn_ext.benchmark import memory, model_report, models, profile, timing
 from attn_ext.cli import main
 from attn_ext.commands import bench_models
 
@@ -112,6 +113,21 @@ class TestCommand:
         assert run(f"{file}:tiny", "--task", "inference") == 0
         assert re.search(r"^inference .* 12 +7$", capsys.readouterr().out, re.M)
 
+    def test_shows_where_the_time_goes(self, file, capsys, tmp_path):
+        """A row for each task and contender, whose parts are all of the time."""
+        numbers = tmp_path / "numbers.json"
+        assert run(f"{file}:tiny", "--no-memory", "--profile", "--json", str(numbers)) == 0
+        printed = capsys.readouterr().out
+        kinds = " +".join(profile.KINDS)
+        assert re.search(rf"where the time goes\n\ntask, attention by +{kinds}$", printed, re.M)
+        for task in models.TASKS:
+            for name in ("sdpa", "attn_ext"):
+                assert re.search(rf"^{task}, {name}( +\d+%){{5}}$", printed, re.M)
+        for result in json.loads(numbers.read_text())["results"]:
+            for parts in result["shares"].values():
+                assert list(parts) == list(profile.KINDS)
+                assert sum(parts.values()) == pytest.approx(1)
+
     def test_the_model_has_its_own_attention_between(self, file, monkeypatch):
         """And ours is really called in our blocks, and in no others."""
         seen = []
@@ -186,6 +202,32 @@ class TestCommand:
         (tmp_path / "broken.py").write_text("import nothing_of_that_name\n")
         assert run(f"{tmp_path}/broken.py:make") == 2
         assert "broken.py cannot be imported: ModuleNotFoundError: No module" in capsys.readouterr().err
+
+
+class TestProfile:
+    def test_counts_an_operator_as_the_outermost_one(self):
+        """A mask made for attention is attention's, one made before it is not; backward counts."""
+        x = torch.randn(1, 2, 600, 16, requires_grad=True)
+
+        def attend():
+            attn_ext.sdpa(x, x, x, is_causal=True).sum().backward()
+
+        def multiply():
+            with torch.profiler.record_function("named::by a user"):
+                (x[0, 0] @ x[0, 0].T).sum().backward()
+
+        def copy():
+            torch.ones(600, 600, dtype=torch.bool).tril().clone().logical_not()
+
+        for call, kind in [(attend, "attention"), (multiply, "matrix products"), (copy, "copies and masks")]:
+            call()
+            shares = profile.shares(call)
+            del shares["between operators"]
+            assert max(shares, key=shares.get) == kind, shares
+
+    def test_sees_time_between_operators(self):
+        shares = profile.shares(lambda: (torch.ones(1), time.sleep(0.1)))
+        assert shares["between operators"] > 0.9
 
 
 class TestMemory:

@@ -1,16 +1,20 @@
 """Times and memory of whole models, as a table for a terminal and for a document."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .memory import Peak
 from .models import OURS
+from .profile import KINDS
 from .report import NOT_MEASURED, NOTHING, aligned, in_markdown, time_in_words
 from .timing import UNSTEADY, Timing
 
 WARNING = (
     "warning: some figures are rough or missing; measure again on an idle machine, or with more --rounds."
+)
+NOTE_OF_SHARES = (
+    "of one call under PyTorch's profiler; attention that is made of matrix products counts as these"
 )
 
 __all__ = ["Result", "as_json", "as_markdown", "as_table", "make_result", "warning"]
@@ -31,6 +35,8 @@ class Result:
     memory: dict[str, Peak] = field(default_factory=dict)
     difference: float | None = None
     """Between the outputs of ours and of the default, as a part of the largest number there is in them."""
+    shares: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Of a call's time, by contender and kind of operator (:mod:`attn_ext.benchmark.profile`)."""
 
     @property
     def default(self) -> str:
@@ -62,18 +68,19 @@ def make_result(
     timings: Mapping[str, Timing],
     memory: dict[str, Peak],
     difference: float | None,
+    shares: dict[str, dict[str, float]],
 ) -> Result:
     seconds = {name: timing.seconds for name, timing in timings.items()}
     spread = {name: timing.spread if seconds[name] is not None else None for name, timing in timings.items()}
-    return Result(model, dtype, task, sizes, seconds, spread, memory, difference)
+    return Result(model, dtype, task, sizes, seconds, spread, memory, difference, shares)
 
 
 def as_table(results: Sequence[Result]) -> str:
-    return "\n\n".join(f"{title}\n\n{aligned(rows)}\n{note}" for title, rows, note in _groups(results))
+    return "\n\n".join(f"{title}\n\n{aligned(rows)}\n{note}" for title, rows, note in _tables(results))
 
 
 def as_markdown(results: Sequence[Result]) -> str:
-    parts = [f"**{title}**\n\n{in_markdown(rows)}\n\n{note}" for title, rows, note in _groups(results)]
+    parts = [f"**{title}**\n\n{in_markdown(rows)}\n\n{note}" for title, rows, note in _tables(results)]
     return "\n\n".join(parts)
 
 
@@ -97,12 +104,23 @@ def warning(results: Sequence[Result]) -> str | None:
     return "\n".join([WARNING, *lines]) if lines else None
 
 
-def _groups(results: Sequence[Result]) -> list[tuple[str, list[list[str]], str]]:
+def _tables(results: Sequence[Result]) -> Iterator[tuple[str, list[list[str]], str]]:
     """By model and dtype: title, rows with the header first, and a note."""
     groups: dict[str, list[Result]] = {}
     for result in results:
         groups.setdefault(f"{result.model}, {result.dtype}, {result.sizes}", []).append(result)
-    return [(title, _rows(group), _note(group)) for title, group in groups.items()]
+    for title, group in groups.items():
+        yield title, _rows(group), _note(group)
+        if any(result.shares for result in group):
+            yield f"{title}: where the time goes", _rows_of_shares(group), NOTE_OF_SHARES
+
+
+def _rows_of_shares(results: Sequence[Result]) -> list[list[str]]:
+    rows = [["task, attention by", *KINDS]]
+    for result in results:
+        for name, parts in result.shares.items():
+            rows.append([f"{result.task}, {name}", *(f"{parts[kind]:.0%}" for kind in KINDS)])
+    return rows
 
 
 def _rows(results: Sequence[Result]) -> list[list[str]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import attn_ext
-from attn_ext.benchmark import memory, model_report, models, timing
+from attn_ext.benchmark import memory, model_report, models, profile, timing
 
 from . import CommandError, bench
 
@@ -31,6 +31,7 @@ OF_MODELS: dict[str, Any] = {
     "new_tokens": None,
     "eager": False,
     "no_memory": False,
+    "profile": False,
 }
 
 
@@ -51,6 +52,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--new-tokens", type=bench.positive, help="that generation makes (default: 32)")
     group.add_argument("--eager", action="store_true", help='time attn_implementation="eager", too')
     group.add_argument("--no-memory", action="store_true", help="leave peak memory out, which takes a while")
+    group.add_argument(
+        "--profile",
+        action="store_true",
+        help="show what a call's time goes to: matrix products, attention, copies and masks, the rest",
+    )
 
 
 def check_options(arguments: argparse.Namespace) -> None:
@@ -105,19 +111,20 @@ def measure(spec: models.Spec, arguments: argparse.Namespace) -> Iterator[model_
     names = [contenders.default, models.OURS]
     if arguments.eager and models.EAGER not in names:
         names.append(models.EAGER)
-    steps = arguments.rounds + (0 if arguments.no_memory else len(names))
+    steps = arguments.rounds + (arguments.profile + (not arguments.no_memory)) * len(names)
     with bench.progress(len(tasks) * steps) as bar:
         bar.show(f"{spec.name}: comparing outputs")
         difference = output_difference(workload, contenders)
         for task in tasks:
             timings = time_task(workload, contenders, task, names, arguments, bar)
+            shares = profile_task(workload, contenders, task, names, bar) if arguments.profile else {}
             peaks: dict[str, memory.Peak] = {}
             for name in names if not arguments.no_memory else []:
                 bar.show(f"{spec.name} {task}: memory of {name}")
                 peaks[name] = memory.peak(spec, task, name, torch.get_num_threads())
                 bar.advance()
             sizes = in_words(workload.inputs)
-            found = (timings, peaks, difference)
+            found = (timings, peaks, difference, shares)
             yield model_report.make_result(spec.name, spec.dtype, task, sizes, *found)
 
 
@@ -145,6 +152,22 @@ def time_task(
             return timing.alternate(dict.fromkeys(names, call), method, on_block)
         finally:
             workload.model.zero_grad(set_to_none=True)
+
+
+def profile_task(
+    workload: models.Workload, contenders: models.Contenders, task: str, names: list[str], bar: bench.Bar
+) -> dict[str, dict[str, float]]:
+    """What a call's time goes to, by contender; a call before it wakes whatever sleeps."""
+    shares = {}
+    call = workload.prepare(task)
+    for name in names:
+        bar.show(f"{workload.name} {task}: where the time of {name} goes")
+        with contenders.using(name):
+            call()
+            shares[name] = profile.shares(call)
+        workload.model.zero_grad(set_to_none=True)
+        bar.advance()
+    return shares
 
 
 def output_difference(workload: models.Workload, contenders: models.Contenders) -> float:
