@@ -130,6 +130,26 @@ def test_a_row_that_sees_no_key_gives_nothing_of_its_gradient(rows, sinks):
         assert got.isfinite().all(), name
 
 
+@pytest.mark.parametrize("given", [INF, -INF, NAN])
+@pytest.mark.parametrize("rows", [1, 3, 200])
+@pytest.mark.parametrize("module", [attn_ext, reference], ids=["attn_ext", "reference"])
+def test_a_row_without_key_and_sink_gives_nothing_of_its_lse(module, rows, given):
+    """A sink of -inf is none: 0 is its weight, and not 0 times what comes in. Second derivatives, too."""
+    inputs = [torch.randn(1, rows, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    inputs.append(torch.full((1,), -INF, dtype=torch.float64, requires_grad=True))
+    *tensors, sinks = inputs
+    mask = torch.ones(rows, rows, dtype=torch.bool)
+    mask[0] = False
+    grad = torch.randn(1, rows, dtype=torch.float64)
+    grad[0, 0] = given
+    lse = module.sdpa_with_lse(*tensors, mask, sinks=sinks)[1]
+    grads = torch.autograd.grad(lse, inputs, grad, create_graph=True, allow_unused=True)
+    total = sum(g.sum() for g in grads if g is not None)
+    seconds = torch.autograd.grad(total, inputs, allow_unused=True)
+    for name, got in zip(("query", "key", "value", "sinks") * 2, grads + seconds, strict=True):
+        assert got is None or got.isfinite().all(), name
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(3, 5), (20, 40), (20, 300)], ids=str)
 def test_without_a_head_dim_all_keys_weigh_the_same(shape, dtype):

@@ -129,6 +129,12 @@ at::Tensor Chunk::only_partaking(const at::Tensor& scores) const {
              : scores;
 }
 
+at::Tensor Chunk::only_live(const at::Tensor& terms) const {
+  return terms.defined() && may_hold_nonfinite(lse)
+             ? at::where(lse.unsqueeze(-1) == -kInfinity, 0.0, terms).to(terms.scalar_type())
+             : terms;
+}
+
 at::Tensor narrow_rows(const at::Tensor& tensor, const ChunkBounds& bounds) {
   return tensor.size(-2) == 1 ? tensor : tensor.narrow(-2, bounds.row_begin, bounds.rows());
 }

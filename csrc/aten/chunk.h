@@ -25,6 +25,9 @@ struct Chunk {
   at::Tensor softcap_slope(double softcap) const;
   /// 0 wherever the key takes no part in the row, whatever `scores` holds there.
   at::Tensor only_partaking(const at::Tensor& scores) const;
+  /// What belongs to the sink (lead, rows, 1), 0 for a row whose sink, too, is -inf, whatever `terms` holds
+  /// there.
+  at::Tensor only_live(const at::Tensor& terms) const;
 };
 
 /// What is known of rows over all keys, of which a chunk has a part, in (lead, rows). Undefined: its keys are

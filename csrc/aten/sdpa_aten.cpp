@@ -80,7 +80,8 @@ SdpaInputs backward_aten(const SdpaOutputs& grads, const SdpaArgs& args, const S
         sums.add_scores(scores.scores, bounds);
       }
       if (wanted.sinks) {
-        sums.add_sinks(times(chunk.sink_weights.unsqueeze(-1), row_grads(scores.delta, incoming)));
+        sums.add_sinks(
+            chunk.only_live(times(chunk.sink_weights.unsqueeze(-1), row_grads(scores.delta, incoming))));
       }
     });
     gradients.add(part, sums.join());

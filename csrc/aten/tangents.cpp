@@ -133,7 +133,7 @@ ChunkTangent chunk_tangent(const Problem& problem, const Chunk& chunk, const Dir
   if (scores.defined()) {
     tangent.lse = (chunk.weights * scores).sum(-1, /*keepdim=*/true);
   }
-  tangent.lse = plus(tangent.lse, times(column(chunk.sink_weights), sinks));
+  tangent.lse = plus(tangent.lse, chunk.only_live(times(column(chunk.sink_weights), sinks)));
   tangent.weights = chunk.only_partaking(times(chunk.weights, minus(scores, tangent.lse)));
   tangent.sink_weights = times(column(chunk.sink_weights), minus(sinks, tangent.lse));
   return tangent;
@@ -246,8 +246,9 @@ SdpaInputs backward_tangents(const SdpaOutputs& grads, const SdpaArgs& args, con
         sums.add_scores(dot.scores, bounds);
       }
       if (wanted.sinks) {
-        sums.add_sinks(plus(times(tangent.sink_weights, row_grads(scores.delta, incoming)),
-                            times(column(chunk.sink_weights), row_grads(dot.delta, incoming_tangents))));
+        sums.add_sinks(chunk.only_live(
+            plus(times(tangent.sink_weights, row_grads(scores.delta, incoming)),
+                 times(column(chunk.sink_weights), row_grads(dot.delta, incoming_tangents)))));
       }
     });
     gradients.add(part, sums.join());
