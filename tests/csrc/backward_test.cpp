@@ -700,6 +700,15 @@ void add_few_rows(const Add& add) {
     sized(c, 1, 4110, 128, 128);
     c.query_heads = 2;
   });
+  few("past the caches, parts of lines", [](Case& c) {
+    sized(c, 1, 9001, 37, 83);
+    c.query_heads = 2;
+  });
+  few("past the caches, heads beside each other", [](Case& c) {
+    sized(c, 1, 9001, 37, 83);
+    c.query_heads = 2;
+    c.placement.order = "brhc";
+  });
   few("many heads of a group", [](Case& c) {
     sized(c, 8, 259, 32, 32);
     c.query_heads = 10, c.key_heads = 1;

@@ -7,6 +7,8 @@
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
+constexpr int64_t kLineBytes = 64;  // of a cache
+
 // Past the caches: into lines that nobody will read soon, and that need not be read to be written.
 template <typename V>
 ATTN_EXT_INLINE void stream(void* p, V v) {
@@ -61,9 +63,36 @@ void write_gradient_row(const typename S::Accum* from, const ResultView& grad, i
     return write_scaled_row<false>(from, row_pointer<T>(grad, batch, head, row), count, broadcast(scale));
   }
   Element* to = row_pointer<Element>(grad, batch, head, row);
-  streamed = streamed && reinterpret_cast<uintptr_t>(to) % kVectorBytes == 0;
+  streamed = streamed && count * static_cast<int64_t>(sizeof(Element)) % kLineBytes == 0 &&
+             reinterpret_cast<uintptr_t>(to) % kVectorBytes == 0;
   (streamed ? write_scaled_row<true, T, Element> : write_scaled_row<false, T, Element>)(from, to, count,
                                                                                         broadcast(scale));
+}
+
+// What lies at `from`, as far from a line's beginning as `to`, past the caches by whole lines.
+ATTN_EXT_INLINE void stream_bytes(const char* from, char* to, int64_t count) {
+  const int64_t head = smaller(-reinterpret_cast<intptr_t>(to) & (kLineBytes - 1), count);
+  const int64_t lines = head + (count - head) / kLineBytes * kLineBytes;
+  memcpy(to, from, static_cast<size_t>(head));
+  for (int64_t i = head; i < lines; i += kVectorBytes) {
+    stream(to + i, load(reinterpret_cast<const float*>(from + i)));
+  }
+  memcpy(to + lines, from + lines, static_cast<size_t>(count - lines));
+}
+
+// Rows of a gradient that lie one after the other, scale * from (rows, stride), by way of `stage` past the
+// caches: a line that is written in part has to be read first. stage: a line more than the rows are long.
+template <typename S>
+void stream_gradient_rows(const typename S::Accum* from, int64_t stride, typename S::Element* to,
+                          int64_t rows, int64_t count, typename S::Accum scale, typename S::Element* stage) {
+  using T = typename S::Accum;
+  using Element = typename S::Element;
+  stage += reinterpret_cast<uintptr_t>(to) % kLineBytes / sizeof(Element);
+  for (int64_t r = 0; r < rows; ++r) {
+    write_scaled_row<false, T, Element>(from + r * stride, stage + r * count, count, broadcast(scale));
+  }
+  stream_bytes(reinterpret_cast<const char*>(stage), reinterpret_cast<char*>(to),
+               rows * count * static_cast<int64_t>(sizeof(Element)));
 }
 
 template <typename S>

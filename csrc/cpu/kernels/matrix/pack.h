@@ -78,7 +78,11 @@ void pack_rows(const Matrix<Element>& m, int64_t first, int64_t count, typename 
     for (int64_t c = 0; c < m.columns; c += kElements, to += kLanes<Operand>) {
       Element block[kElements];
       const Element* from = m.data + r * m.row_stride + c;
-      if (m.column_stride != 1 || c + kElements > m.columns) {
+      if (m.column_stride == 1 && c + kElements > m.columns) {
+        store(to, load_operands_partial<Product>(from, m.columns - c));
+        continue;
+      }
+      if (m.column_stride != 1) {
         gather_block(m, r, 1, c, kElements, block);
         from = block;
       }

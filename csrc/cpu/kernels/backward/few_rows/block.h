@@ -43,6 +43,7 @@ struct FewRowsScratch {
   Element *keys, *values;  // (kAcrossRows, D or Dv): copies, where they lie across memory
   T* key_rows;             // (kStepKeys, padded D): keys as float
   T* out;                  // (kStepKeys, padded dim): dK or dV
+  Element* stage;          // (kStepKeys, D or Dv) and a line: the same on its way past the caches
   int64_t query_stride, value_stride;
 };
 
@@ -74,6 +75,8 @@ FewRowsScratch<S> take_few_rows_scratch(Arena& arena, const BackwardParams& para
   if (lies_across(params.value)) s.values = take<Element>(arena, kAcrossRows<Element> * shape.value_dim);
   s.key_rows = take<T>(arena, kStepKeys * dim);
   s.out = take<T>(arena, kStepKeys * larger(dim, value_dim));
+  s.stage = take<Element>(arena, kStepKeys * larger(shape.head_dim, shape.value_dim) +
+                                     kLineBytes / static_cast<int64_t>(sizeof(Element)));
   return s;
 }
 
@@ -325,6 +328,12 @@ void FewRowsBlock<S>::store_key_side(const KeySide& side, const ResultView& grad
   args.out_stride = padded;
   multiply<PlainProduct<T>, false>(args);
   if (side.has_bad_rows) add_bad_rows(side, keys);
+  constexpr int64_t kSize = sizeof(Element);
+  if (streamed_ && !grad.wide && grad.row_stride == dim && grad.column_stride == 1 &&
+      dim * kSize % kLineBytes != 0) {
+    Element* to = row_pointer<Element>(grad, unit_.batch, unit_.key_head, keys.begin);
+    return stream_gradient_rows<S>(s_.out, padded, to, keys.end - keys.begin, dim, side.scale, s_.stage);
+  }
   for (int64_t j = keys.begin; j < keys.end; ++j) {
     write_gradient_row<S>(s_.out + (j - keys.begin) * padded, grad, unit_.batch, unit_.key_head, j, dim,
                           side.scale, streamed_);

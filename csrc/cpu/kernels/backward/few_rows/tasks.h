@@ -123,8 +123,7 @@ void FewRows<S>::plan(const BackwardParams& params, int, BackwardPlan& plan) {
   few_rows.mask_tasks = units > 0 && has_mask_grad && !mask_has_keys ? 1 : 0;
   plan.shared_bytes = units * unit_size(params, plan) * static_cast<int64_t>(sizeof(T));
   constexpr int64_t kSize = sizeof(Element);
-  few_rows.streamed = units * shape.key_len * (shape.head_dim + shape.value_dim) * kSize > kStreamedBytes &&
-                      shape.head_dim * kSize % 64 == 0 && shape.value_dim * kSize % 64 == 0;
+  few_rows.streamed = units * shape.key_len * (shape.head_dim + shape.value_dim) * kSize > kStreamedBytes;
   Arena arena{nullptr, 0};
   take_few_rows_scratch<S>(arena, params);
   plan.thread_bytes = arena.used;
