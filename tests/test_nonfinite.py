@@ -1,6 +1,7 @@
 """NaN, Inf and numbers at the ends of their range reach what sees them, as IEEE arithmetic would, and nothing
 else: in inputs and in incoming gradients, on every path of both passes."""
 
+import itertools
 import math
 
 import pytest
@@ -100,6 +101,38 @@ def test_what_is_not_finite_shows_where_it_is_seen_and_nowhere_else(shape, kind,
                     assert torch.equal(a.isnan(), e.isnan()), (where, special, name)
             finite = [torch.where(e.isfinite(), a.double(), e) for a, e in zip(actual, expected, strict=True)]
             assert_same(finite, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 3), (3, 5), (20, 40), (70, 70), (3, 300), (70, 230)], ids=str)
+@pytest.mark.parametrize("kind", ["none", "causal", "bool"])
+def test_a_visible_score_of_minus_infinity_is_not_a_hidden_one(shape, kind, dtype):
+    """Its weight is 0 as well, but NaN times that is NaN, and beside a score of +inf it is NaN itself.
+
+    Whatever gradients are asked for.
+    """
+    rows, keys = shape
+    torch.manual_seed(rows + keys)
+    options, visible = make_mask(kind, rows, keys)
+    visible[1:, 0] = True  # so that no row's scores are all -inf
+    signs = torch.ones(keys, 1)
+    signs[::2] = -1
+    query, key, value, grad = torch.rand(rows, 4) + 0.1, torch.randn(keys, 4), *torch.randn(2, keys, 4)
+    query_of_both, key_of_minus, bad_value = query.clone(), key.clone(), value.clone()
+    query_of_both[0] = -INF
+    key_of_minus[1, 1], bad_value[1, 2] = -INF, NAN
+    for given in [(query_of_both, key.abs() * signs, value), (query, key_of_minus, bad_value)]:
+        tensors = [t.to(dtype) for t in given]
+        expected = formula(*tensors, grad[:rows].to(dtype), visible)[1:]
+        for wanted in itertools.product([False, True], repeat=3):
+            leaves = [t.clone().requires_grad_(w) for t, w in zip(tensors, wanted, strict=True)]
+            if any(wanted):
+                output = attn_ext.sdpa(*leaves, **options)
+                got = torch.autograd.grad(
+                    output, [t for t in leaves if t.requires_grad], grad[:rows].to(dtype)
+                )
+                for a, e in zip(got, itertools.compress(expected, wanted), strict=True):
+                    assert torch.equal(a.isnan(), e.isnan()), wanted
 
 
 @pytest.mark.parametrize("kind", ["causal", "bool"])

@@ -75,6 +75,15 @@ def test_freed_tensor_of_the_internal_backward(name, device):
         backward(tuple(grads), arguments, *outputs[:2], dropout_seed=seed)
 
 
+@pytest.mark.parametrize("name", ["outputs", "lses"])
+def test_freed_part(name, device):
+    parts = {"outputs": torch.randn(2, 3, 4, 8, device=device), "lses": torch.randn(2, 3, 4, device=device)}
+    parts = {key: [t.clone() for t in both] for key, both in parts.items()}
+    free(parts[name][1])
+    with gone(name):
+        torch.ops.attn_ext.merge_partials(parts["outputs"], parts["lses"])
+
+
 def test_freed_seed_of_the_internal_forward(device):
     seed = SEED.to(device).clone()
     free(seed)

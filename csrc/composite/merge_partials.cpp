@@ -39,6 +39,8 @@ void check_partials(at::TensorList outputs, at::TensorList lses) {
                 first.scalar_type(), ", but got ", dtype, " at place ", i);
     TORCH_CHECK(lse.device() == first.device(), "attn_ext: expected lses on the device of the outputs (",
                 first.device(), "), but got ", lse.device(), " at place ", i);
+    check_storage(output, "outputs");
+    check_storage(lse, "lses");
   }
 }
 

@@ -142,11 +142,12 @@ void FewKeysUnit<S>::pair_rows(int64_t begin, int64_t end) {
   }
 }
 
-// finish_full_row() for rows with nothing special about them, none of them far: P of a row and its sums.
+// finish_full_row() for rows with nothing special about them, none of them far: P of a row and its sums, and
+// the lowest of the products that it is made of.
 template <typename S>
 template <int Vectors, typename M>
 ATTN_EXT_INLINE void FewKeysUnit<S>::make_plain_weights(T* scores, const T* grads, const M* mask, Range seen,
-                                                        T lse, T& sum, T& weight_sum) const {
+                                                        T lse, T& sum, T& weight_sum, Vec<T>& lowest) const {
   const int64_t keys = keys_;
   const Vec<T> factor = broadcast(units_.softmax_scale), mask_factor = broadcast(units_.scale);
   const Vec<T> shift = broadcast(-lse);
@@ -156,6 +157,7 @@ ATTN_EXT_INLINE void FewKeysUnit<S>::make_plain_weights(T* scores, const T* grad
   for (int v = 0; v < Vectors; ++v) {
     const int64_t j = v * S::kLane;
     Vec<T> s = load(scores + j);
+    lowest = minimum(s, lowest);
     if constexpr (!std::is_same_v<M, void>) {
       if (v + 1 < Vectors || j + S::kLane == keys) {
         s = apply_mask<T>(s, mask + j, mask_factor);
@@ -212,6 +214,7 @@ bool FewKeysUnit<S>::finish_plain_rows(int64_t first, int64_t begin, int64_t end
   const bool has_window = rule.window_left >= 0 || rule.window_right >= 0;
   const T* lse = lse_rows<S>(params_, unit_.batch, head_) + first;
   T sums[kFewKeysBand], weight_sums[kFewKeysBand], deltas[kFewKeysBand];
+  Vec<T> lowest = {};
   for (int64_t r = begin; r < end; ++r) {
     T* scores = s_.scores + r * stride_;
     sums[r - begin] = weight_sums[r - begin] = 0;
@@ -224,8 +227,12 @@ bool FewKeysUnit<S>::finish_plain_rows(int64_t first, int64_t begin, int64_t end
       mask = row_pointer<const M>(rule.mask, unit_.batch, head_, first + r);
     make_plain_weights<Vectors>(scores, s_.grads + r * stride_, mask,
                                 has_window ? window_keys(rule, keys_, first + r) : Range{0, keys_},
-                                lse[r] * static_cast<T>(kLog2E), sums[r - begin], weight_sums[r - begin]);
+                                lse[r] * static_cast<T>(kLog2E), sums[r - begin], weight_sums[r - begin],
+                                lowest);
   }
+  // A score of -inf that a row sees has a weight of 0 like what is hidden, but 0 times NaN is NaN.
+  const auto below = lowest < broadcast(-FloatFormat<T>::kLargest);
+  if (lane_sum<T>(below ? broadcast(static_cast<T>(1)) : Vec<T>{}) != 0) return false;
   T residue = 0;  // x - x is 0, NaN for what is not finite
   for (int64_t i = 0; i < end - begin; ++i) residue += sums[i] - sums[i];
   if (const T* given = given_delta<S>(params_, unit_.batch, head_); given != nullptr) {
@@ -293,7 +300,9 @@ void FewKeysUnit<S>::finish_rows(int64_t first, int64_t count) {
   for (int64_t begin = 0; begin < count; begin += kFewKeysBand) {
     const int64_t end = smaller(count, begin + kFewKeysBand);
     if (special || any_far(lse + begin, end - begin)) {
-      if (bad_keys_ || bad_queries_) keep_seen(rule, s_.scores + begin * stride_, (end - begin) * stride_);
+      T* scores = s_.scores + begin * stride_;
+      // A key or a query that is not finite gives no finite product.
+      if (!are_finite(scores, (end - begin) * stride_)) keep_seen(rule, scores, (end - begin) * stride_);
       finish_full_rows(first, begin, end);
       continue;
     }

@@ -198,8 +198,8 @@ class FewKeysUnit {
   template <int Vectors, typename M>
   bool finish_plain_rows(int64_t first, int64_t begin, int64_t end);
   template <int Vectors, typename M>
-  void make_plain_weights(T* scores, const T* grads, const M* mask, Range seen, T lse, T& sum,
-                          T& weight_sum) const;
+  void make_plain_weights(T* scores, const T* grads, const M* mask, Range seen, T lse, T& sum, T& weight_sum,
+                          Vec<T>& lowest) const;
   template <int Vectors, int Rows>
   void make_plain_grads(int64_t r, const T* deltas, int64_t mask_place, bool keeps);
   using PlainRows = bool (FewKeysUnit::*)(int64_t, int64_t, int64_t);

@@ -53,8 +53,8 @@ QueryPack<S> take_query_pack(Arena& arena, const AttentionShape& shape, int64_t 
   pack.terms = take_row_terms<S>(arena, queries);
   pack.query_columns = take<Operand>(arena, queries * depth_of<typename S::Product>(shape.head_dim));
   pack.grad_columns = take<Operand>(arena, queries * depth_of<typename S::Product>(shape.value_dim));
-  pack.query_rows = take<Operands<Operand>>(arena, 2);
-  pack.grad_rows = pack.query_rows + 1;
+  pack.query_rows = take<Operands<Operand>>(arena, 1);
+  pack.grad_rows = take<Operands<Operand>>(arena, 1);
   pack.grad_query = take<typename S::Accum>(arena, queries * shape.head_dim);
   pack.has_bad_queries = take<int64_t>(arena, 1);
   pack.has_bad_grads = take<int64_t>(arena, 1);
@@ -67,9 +67,9 @@ template <typename S>
 KeyPack<S> take_key_pack(Arena& arena, const AttentionShape& shape, int64_t keys) {
   using Operand = typename S::Operand;
   KeyPack<S> pack;
-  pack.key_rows = take<Operands<Operand>>(arena, 3);
-  pack.value_rows = pack.key_rows + 1;
-  pack.key_depth = pack.key_rows + 2;
+  pack.key_rows = take<Operands<Operand>>(arena, 1);
+  pack.value_rows = take<Operands<Operand>>(arena, 1);
+  pack.key_depth = take<Operands<Operand>>(arena, 1);
   pack.key_row_buffer = take<Operand>(arena, keys * row_stride_of<S>(shape.head_dim));
   pack.value_row_buffer = take<Operand>(arena, keys * row_stride_of<S>(shape.value_dim));
   pack.key_depth_buffer =
