@@ -314,6 +314,7 @@ def _softmax(scores: Tensor, visible: Tensor, sinks: Tensor | None) -> tuple[Ten
     """Weights and log-sum-exp. A row with nothing to sum has weights 0, lse -inf and zero gradients."""
     columns = scores.shape[-1]
     if sinks is not None:
+        sinks = sinks.masked_fill(sinks == -math.inf, -math.inf)  # is none, and takes no gradient
         sink = sinks.to(scores.dtype)[..., None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sink], dim=-1)
     empty = (scores == -math.inf).all(-1, keepdim=True)

@@ -66,6 +66,13 @@ def masked_nan_leaks(query, key, value, *, original, **options):
     return original(query, key, value, **options) + leak
 
 
+def gradient_loses_nan(query, key, value, *, original, **options):
+    key = key * 1
+    if key.requires_grad:
+        key.register_hook(torch.nan_to_num)
+    return original(query, key, value, **options)
+
+
 def no_gradient_of_key(query, key, value, *, original, **options):
     return original(query, key.detach(), value, **options)
 
@@ -87,6 +94,7 @@ def raises(query, key, value, *, original, **options):
         (wrong_scale, "numbers", {"float64", "float32"}),
         (wrong_triangle, "numbers", {"is_causal", "window_left", "window_right"}),
         (masked_nan_leaks, "non-finite", {"plant:nan"}),
+        (gradient_loses_nan, "non-finite", {"plant:nan"}),
         (no_gradient_of_key, "numbers", {"sdpa"}),
         (wrong_dropout, "numbers", {"dropout_p"}),
         (raises, "exception", {"softcap"}),

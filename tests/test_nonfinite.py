@@ -106,10 +106,11 @@ def test_what_is_not_finite_shows_where_it_is_seen_and_nowhere_else(shape, kind,
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 3), (3, 5), (20, 40), (70, 70), (3, 300), (70, 230)], ids=str)
 @pytest.mark.parametrize("kind", ["none", "causal", "bool"])
-def test_a_visible_score_of_minus_infinity_is_not_a_hidden_one(shape, kind, dtype):
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_visible_score_of_minus_infinity_is_not_a_hidden_one(shape, kind, dtype, sign):
     """Its weight is 0 as well, but NaN times that is NaN, and beside a score of +inf it is NaN itself.
 
-    Whatever gradients are asked for.
+    Whatever gradients are asked for, and where a negative scale makes it of +inf.
     """
     rows, keys = shape
     torch.manual_seed(rows + keys)
@@ -127,7 +128,7 @@ def test_a_visible_score_of_minus_infinity_is_not_a_hidden_one(shape, kind, dtyp
         for wanted in itertools.product([False, True], repeat=3):
             leaves = [t.clone().requires_grad_(w) for t, w in zip(tensors, wanted, strict=True)]
             if any(wanted):
-                output = attn_ext.sdpa(*leaves, **options)
+                output = attn_ext.sdpa(leaves[0] * sign, *leaves[1:], scale=0.5 * sign, **options)
                 got = torch.autograd.grad(
                     output, [t for t in leaves if t.requires_grad], grad[:rows].to(dtype)
                 )
@@ -181,6 +182,29 @@ def test_a_row_without_key_and_sink_gives_nothing_of_its_lse(module, rows, given
     seconds = torch.autograd.grad(total, inputs, allow_unused=True)
     for name, got in zip(("query", "key", "value", "sinks") * 2, grads + seconds, strict=True):
         assert got is None or got.isfinite().all(), name
+
+
+@pytest.mark.parametrize("where", ["query", "value", "grad_output", "grad_lse"])
+@pytest.mark.parametrize("shape", [(1, 3), (3, 5), (3, 300), (20, 40), (200, 9)], ids=str)
+@pytest.mark.parametrize("module", [attn_ext, reference], ids=["attn_ext", "reference"])
+def test_a_sink_of_minus_inf_takes_no_gradient_of_what_is_not_a_number(module, shape, where):
+    """It is none, as a bias of -inf is a mask; a sink beside it is one. Second derivatives, too."""
+    rows, keys = shape
+    torch.manual_seed(0)
+    given = {
+        "query": torch.randn(2, rows, 8),
+        "key": torch.randn(2, keys, 8),
+        "value": torch.randn(2, keys, 8),
+    }
+    given |= {"grad_output": torch.randn(2, rows, 8), "grad_lse": torch.randn(2, rows)}
+    given[where][:, 0] = NAN
+    query, key, value, grad_output, grad_lse = (t.double().requires_grad_() for t in given.values())
+    sinks = torch.tensor([-INF, 0.5], dtype=torch.double, requires_grad=True)
+    outputs = module.sdpa_with_lse(query, key, value, sinks=sinks)
+    grads = torch.autograd.grad(outputs, (sinks, query), (grad_output, grad_lse), create_graph=True)
+    (second,) = torch.autograd.grad(grads[1], sinks, torch.randn(2, rows, 8, dtype=torch.double))
+    for name, got in (("first", grads[0]), ("second", second)):
+        assert got[0] == 0 and got[1].isnan(), (name, got)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,7 +1,10 @@
 """The memory of tensors: that is gone, that is too small, that is shared until somebody writes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+import torch.autograd.forward_ad as fwad
 from torch import Tensor
 
 import attn_ext  # noqa: F401  (loads the operators)
@@ -82,6 +85,22 @@ def test_freed_part(name, device):
     free(parts[name][1])
     with gone(name):
         torch.ops.attn_ext.merge_partials(parts["outputs"], parts["lses"])
+
+
+@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_freed_tangent(name, dtype, device):
+    """Freed after ``make_dual``, which ends the process itself where the memory is gone before."""
+    arguments = DROPOUT.build(dtype, device)
+    with fwad.dual_level():
+        dual = fwad.make_dual(input_of(arguments, name), input_of(arguments, name).clone())
+        free(fwad.unpack_dual(dual).tangent)
+        if name in arguments.options:
+            arguments.options[name] = dual
+        else:
+            arguments = replace(arguments, **{name: dual})
+        with gone(f"the tangent of {name}"):
+            arguments(operator("sdpa"))
 
 
 def test_freed_seed_of_the_internal_forward(device):

@@ -129,10 +129,9 @@ at::Tensor Chunk::only_partaking(const at::Tensor& scores) const {
              : scores;
 }
 
-at::Tensor Chunk::only_live(const at::Tensor& terms) const {
-  return terms.defined() && may_hold_nonfinite(lse)
-             ? at::where(lse.unsqueeze(-1) == -kInfinity, 0.0, terms).to(terms.scalar_type())
-             : terms;
+at::Tensor Chunk::only_sinks(const at::Tensor& terms) const {
+  return terms.defined() && has_sink.defined() ? at::where(has_sink, terms, 0.0).to(terms.scalar_type())
+                                               : terms;
 }
 
 at::Tensor narrow_rows(const at::Tensor& tensor, const ChunkBounds& bounds) {
@@ -157,6 +156,9 @@ Chunk make_chunk(const Problem& problem, const ChunkBounds& bounds, const GivenR
   chunk.value = problem.value.narrow(-2, bounds.key_begin, bounds.keys());
   const at::Tensor scores = make_scores(problem, chunk);
   given.lse.defined() ? softmax_by_lse(problem, scores, given.lse, chunk) : softmax(problem, scores, chunk);
+  if (problem.sinks.defined() && may_hold_nonfinite(problem.sinks)) {
+    chunk.has_sink = problem.sinks.ne(-kInfinity).unsqueeze(-1).unsqueeze(-1);
+  }
   if (problem.dropout_p > 0.0) {
     chunk.multiplier = dropout_multiplier(problem, bounds);
   }

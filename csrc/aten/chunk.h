@@ -17,6 +17,7 @@ struct Chunk {
   at::Tensor weights;       // P (lead, rows, keys), before dropout, 0 where not visible
   at::Tensor lse;           // (lead, rows), -inf for a row that sees nothing
   at::Tensor sink_weights;  // exp(sink - lse) (lead, rows); undefined without sinks
+  at::Tensor has_sink;      // bool (lead, 1, 1); undefined without sinks or where none is -inf
   at::Tensor multiplier;    // of dropout (lead, rows, keys); undefined without dropout
 
   /// The weights that are applied: P after dropout.
@@ -25,9 +26,9 @@ struct Chunk {
   at::Tensor softcap_slope(double softcap) const;
   /// 0 wherever the key takes no part in the row, whatever `scores` holds there.
   at::Tensor only_partaking(const at::Tensor& scores) const;
-  /// What belongs to the sink (lead, rows, 1), 0 for a row whose sink, too, is -inf, whatever `terms` holds
+  /// What belongs to the sink (lead, rows, 1), 0 where that is -inf, which is none, whatever `terms` holds
   /// there.
-  at::Tensor only_live(const at::Tensor& terms) const;
+  at::Tensor only_sinks(const at::Tensor& terms) const;
 };
 
 /// What is known of rows over all keys, of which a chunk has a part, in (lead, rows). Undefined: its keys are

@@ -81,7 +81,7 @@ SdpaInputs backward_aten(const SdpaOutputs& grads, const SdpaArgs& args, const S
       }
       if (wanted.sinks) {
         sums.add_sinks(
-            chunk.only_live(times(chunk.sink_weights.unsqueeze(-1), row_grads(scores.delta, incoming))));
+            chunk.only_sinks(times(chunk.sink_weights.unsqueeze(-1), row_grads(scores.delta, incoming))));
       }
     });
     gradients.add(part, sums.join());

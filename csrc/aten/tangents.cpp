@@ -2,6 +2,7 @@
 
 #include <ATen/TensorOperators.h>
 
+#include "../checks.h"
 #include "../cpu/fork.h"
 #include "backward_chunk.h"
 #include "by_sequence.h"
@@ -52,6 +53,20 @@ SdpaArgs specialized(SdpaArgs args) {
 struct Direction {
   at::Tensor query, key, value, attn_mask, sinks;
 };
+
+/// Nobody has looked at tangents before they come here, or asked whether their memory is there.
+void check_storages(const SdpaInputs& direction) {
+  const auto check = [](const at::Tensor& tangent, const char* name) {
+    if (tangent.defined()) {
+      check_storage(tangent, name);
+    }
+  };
+  check(direction.query, "the tangent of query");
+  check(direction.key, "the tangent of key");
+  check(direction.value, "the tangent of value");
+  check(direction.attn_mask, "the tangent of attn_mask");
+  check(direction.sinks, "the tangent of sinks");
+}
 
 Direction canonical_direction(const Problem& problem, const SdpaInputs& direction) {
   const Layout& layout = problem.layout;
@@ -133,7 +148,7 @@ ChunkTangent chunk_tangent(const Problem& problem, const Chunk& chunk, const Dir
   if (scores.defined()) {
     tangent.lse = (chunk.weights * scores).sum(-1, /*keepdim=*/true);
   }
-  tangent.lse = plus(tangent.lse, chunk.only_live(times(column(chunk.sink_weights), sinks)));
+  tangent.lse = plus(tangent.lse, chunk.only_sinks(times(column(chunk.sink_weights), sinks)));
   tangent.weights = chunk.only_partaking(times(chunk.weights, minus(scores, tangent.lse)));
   tangent.sink_weights = times(column(chunk.sink_weights), minus(sinks, tangent.lse));
   return tangent;
@@ -173,6 +188,7 @@ ScoreGrads score_grad_tangents(const Problem& problem, const Chunk& chunk, const
 }  // namespace
 
 SdpaOutputs forward_tangents(const SdpaArgs& args, const SdpaInputs& direction, SideOutputs wanted) {
+  check_storages(direction);
   if (args.sequences.defined()) {
     return outputs_by_sequence(args, 0, [&](const SdpaArgs& one, const Sequence& sequence) {
       return forward_tangents(one, of_sequence(direction, sequence), wanted);
@@ -201,6 +217,7 @@ SdpaOutputs forward_tangents(const SdpaArgs& args, const SdpaInputs& direction, 
 
 SdpaInputs backward_tangents(const SdpaOutputs& grads, const SdpaArgs& args, const SdpaOutputs& grad_tangents,
                              const SdpaInputs& direction, InputMask wanted) {
+  check_storages(direction);
   if (args.sequences.defined()) {
     return gradients_by_sequence(args, [&](const SdpaArgs& one, const Sequence& sequence) {
       return backward_tangents(of_sequence(grads, sequence), one, of_sequence(grad_tangents, sequence),
@@ -246,7 +263,7 @@ SdpaInputs backward_tangents(const SdpaOutputs& grads, const SdpaArgs& args, con
         sums.add_scores(dot.scores, bounds);
       }
       if (wanted.sinks) {
-        sums.add_sinks(chunk.only_live(
+        sums.add_sinks(chunk.only_sinks(
             plus(times(tangent.sink_weights, row_grads(scores.delta, incoming)),
                  times(column(chunk.sink_weights), row_grads(dot.delta, incoming_tangents)))));
       }

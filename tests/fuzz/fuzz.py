@@ -79,7 +79,7 @@ def work(arguments: argparse.Namespace) -> None:
         if arguments.plant in case.features():
             os.abort()  # the test of what is done about a process that dies
         function = check_packed if isinstance(case, PackedCase) else check
-        return function(case, subject, arguments.strict)
+        return function(case, subject)
 
     if arguments.case:
         checked(read_case(arguments.case))
@@ -131,7 +131,6 @@ class Run:
             *("--worker", "--at", str(self.place), "--seed", str(options.seed), "--first", str(first)),
             *("--cases", str(options.first + options.cases - first), "--seconds", str(seconds)),
             *(["--no-shrink"] if not options.shrink else []),
-            *(["--strict"] if options.strict else []),
             *(["--packed"] if options.packed else []),
             *(["--plant", options.plant] if options.plant else []),
             *(f"--without={name}" for name in options.without),
@@ -294,7 +293,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--crash-tries", type=int, default=30, help="processes that may shrink a crash")
     parser.add_argument("--packed", action="store_true", help="calls of packed sequences")
-    parser.add_argument("--strict", action="store_true", help="NaN has to show in every result of its row")
     parser.add_argument("--show", metavar="SEED/NUMBER", help="print a case's program and check it")
     for name in ("--worker", "--at", "--case", "--plant"):
         action = "store_true" if name == "--worker" else "store"

@@ -70,29 +70,32 @@ def _finite(t: Tensor) -> Tensor:
 
 
 def expected(
-    case: Case, tensors: dict[str, Tensor], dropout_seed: Tensor | None, *, without_zeros: bool = False
+    case: Case,
+    tensors: dict[str, Tensor],
+    dropout_seed: Tensor | None,
+    *,
+    without_zeros: bool = False,
+    overflowing: bool = False,
 ) -> dict[str, Expected]:
     """Every output of a case, and the gradient of each input that it wants ("grad.query").
 
-    ``without_zeros`` takes pairs of weight 0 out of the backward pass as if they were masked: whether NaN
-    times such a weight shows in a gradient is not decided.
+    ``without_zeros`` takes pairs whose finite scores are too low for a weight out of the backward pass as if
+    they were masked: whether NaN times such a weight shows in a gradient is not decided. ``overflowing``
+    makes scores NaN that leave the range of the accumulators on the way.
     """
-    oracle = _Oracle(case, tensors, dropout_seed)
+    oracle = _Oracle(case, tensors, dropout_seed, overflowing)
     if without_zeros:
-        zero = oracle.p < 1e-30
-        if oracle.slope is not None:
-            zero = zero | (oracle.slope.abs() < 1e-30)
-        oracle.visible = oracle.visible & ~zero
-        if oracle.sink_weights is not None:
-            oracle.empty = oracle.empty | (oracle.sink_weights < 1e-30).unsqueeze(-1)
+        oracle.visible = oracle.visible & ~((oracle.p < 4 * oracle.least) & oracle.scores.isfinite())
     return oracle.results()
 
 
 class _Oracle:
     """The formulas, over tensors (n, rows, keys), n counting batch and heads."""
 
-    def __init__(self, case: Case, tensors: dict[str, Tensor], dropout_seed: Tensor | None) -> None:
-        self.case, self.tensors = case, tensors
+    def __init__(
+        self, case: Case, tensors: dict[str, Tensor], dropout_seed: Tensor | None, overflowing: bool
+    ) -> None:
+        self.case, self.tensors, self.overflowing = case, tensors, overflowing
         dtype = DTYPES[case.dtype]
         self.unit = 2.0**-53 if dtype == torch.float64 else 2.0**-24
         self.rounding = torch.finfo(dtype).eps / 2
@@ -156,6 +159,9 @@ class _Oracle:
         self.visible = visible = self._visible()
         plain = _sum_visible(self.query, self.key, visible, "dim") * self.scale
         plain = torch.where(visible, plain, 0.0)
+        size = _finite(self.query).abs() @ _finite(self.key).abs().mT
+        if self.overflowing:
+            plain = torch.where(visible & (size * max(1.0, 2 * abs(self.scale)) > self.most), math.nan, plain)
         cap = self.options.get("softcap", 0.0)
         self.slope = None
         scores = plain
@@ -185,6 +191,8 @@ class _Oracle:
         self.lse = torch.where(rises & ~broken, math.inf, self.lse.squeeze(-1))
         self.lse_is_either = rises & broken
         self.sink_weights = weights[..., case.lk :].squeeze(-1) if case.sinks else None
+        # A sink of -inf is none, as a bias of -inf is a mask.
+        self.sink_is_seen = (every[..., case.lk :] != -math.inf).squeeze(-1) if case.sinks else None
         self.p = torch.where(visible, weights[..., : case.lk], 0.0)
         self.scores = scores
         self.infinite = bool((every == math.inf).any())
@@ -202,9 +210,8 @@ class _Oracle:
             self.keep = drawn.double() * (1 / (1 - p) if p < 1 else 0.0)
             self.w = self.p * self.keep
         # Errors
-        size = _finite(self.query).abs() @ _finite(self.key).abs().mT * abs(self.scale)
         seen = _finite(scores).abs()
-        size = size * (case.d + 8) + seen + _finite(self.lse).abs().unsqueeze(-1)
+        size = size * abs(self.scale) * (case.d + 8) + seen + _finite(self.lse).abs().unsqueeze(-1)
         if self.bias is not None:
             size = size + _finite(self.bias).abs()
         if cap > 0:
@@ -284,8 +291,7 @@ class _Oracle:
             sink_size = row_size.squeeze(-1)
             if d_lse is not None:
                 inner, sink_size = inner + d_lse, sink_size + _finite(d_lse).abs()
-            dead = self.empty.squeeze(-1)
-            grads["sinks"] = torch.where(dead, 0.0, self.sink_weights * inner).sum(-1)
+            grads["sinks"] = torch.where(self.sink_is_seen, self.sink_weights * inner, 0.0).sum(-1)
             share = _finite(self.sink_weights)
             relative = self.rounding + self.unit * (case.dv + case.lk + case.lq + 16)
             off = (self.sink_error + share * relative) * sink_size
@@ -317,6 +323,9 @@ class _Oracle:
         output = _sum_visible(self.w, self.value, self.visible, "keys")
         error = self._applied_error() + _finite(self.w) * (self.unit * case.lk)
         found["output"] = self._expected(output, error @ _finite(self.value).abs())
+        vanishing = self.visible & self.scores.isfinite() & (self.p < 4 * self.least)
+        meets_inf = vanishing.double() @ self.value.isinf().double() > 0  # as 0 or as the smallest number
+        found["output"].loose = meets_inf.reshape(case.output_shapes()["output"]) | self.infinite
         side = dict.fromkeys(case.output_shapes())
         if "weights" in side:
             found["weights"] = self._expected(self.w, self._applied_error())

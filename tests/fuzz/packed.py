@@ -103,13 +103,13 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def check_packed(case: PackedCase, subject: str, strict: bool = False) -> Mismatch | None:
+def check_packed(case: PackedCase, subject: str) -> Mismatch | None:
     """The first mismatch of a case, None where all is well."""
     tensors = case.build()
     torch.set_num_threads(case.threads)
     try:
         results = run_packed(case, tensors, subject)
-        found = _differs(case, tensors, results, subject, strict)
+        found = _differs(case, tensors, results, subject)
     except Exception:
         found = "", "exception", traceback.format_exc(limit=-3)
     finally:
@@ -118,7 +118,7 @@ def check_packed(case: PackedCase, subject: str, strict: bool = False) -> Mismat
 
 
 def _differs(
-    case: PackedCase, tensors: dict[str, Tensor], results: Results, subject: str, strict: bool
+    case: PackedCase, tensors: dict[str, Tensor], results: Results, subject: str
 ) -> tuple[str, str, str] | None:
     shapes = case.shapes()
     shapes["output"], shapes["lse"] = shapes["grad_output"], shapes["grad_lse"]
@@ -141,7 +141,7 @@ def _differs(
             if name == "grad.sinks":
                 of_sinks.append(wanted)
             elif name in results or not name.startswith("grad."):
-                differs = compare(alone, own, name, actual.get(name), wanted, strict)
+                differs = compare(alone, own, name, actual.get(name), wanted)
                 if differs:
                     return name, differs[0], f"sequence {number}: {differs[1]}"
         found = None if subject == "reference" else _bits(alone, own, actual, number)

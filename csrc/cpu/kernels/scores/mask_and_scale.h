@@ -253,6 +253,14 @@ void masked_tile(const TileArgs<Product>& args, const M* const (&rows)[Product::
   }
 }
 
+// scale_span() without a softcap, -inf kept apart from what is hidden: a negative scale makes it of +inf.
+template <typename T>
+ATTN_EXT_INLINE void scale_seen_span(T* scores, int64_t begin, int64_t end, T scale) {
+  for (int64_t j = begin; j < end; j += kLanes<T>) {
+    store(scores + j, keep_seen<T>(load(scores + j) * broadcast(scale)));
+  }
+}
+
 // All that makes scores of products for the backward pass: scale or softcap (with its slope), the mask by
 // add_mask(factor of the products), and -inf outside of `seen`. A mask that `scales` multiplies by that
 // factor.
@@ -263,7 +271,7 @@ ATTN_EXT_INLINE void finish_scores(T* scores, T* cap_slope, Range computed, Rang
   if (units.capped) {
     cap_span(scores, cap_slope, computed.begin, computed.end, units);
   } else if (scale_here && !mask_scales) {
-    scale_span(scores, computed.begin, computed.end, units);
+    scale_seen_span(scores, computed.begin, computed.end, units.scale);
   }
   add_mask(scale_here ? units.scale : static_cast<T>(1));
   hide_outside(scores, computed, seen);
