@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The kernel tests on Arm's instruction sets, warnings as errors: cross-compiled, and run in QEMU. Headers alone are
 # left to scripts/kernel_tests.sh. For root on Debian and Ubuntu the cross compiler and QEMU are installed where they
-# are missing. Where they are not to be had, it says so and that nothing was checked, and succeeds.
+# are missing. Where they are not to be had, it says so and ends with 77: nothing was checked.
 #
 #   KERNEL_SETS      of the instruction sets, those to build and run; default: "neon;neon_bf16"
 #   KERNEL_SHARE     n: every n-th case, others on each set; default: 1, all of them, which takes hours
@@ -23,8 +23,8 @@ install_them() {
 
 if ! is_there && { ! install_them || ! is_there; }; then
   echo "SKIPPED: no aarch64-linux-gnu-g++ or no qemu-aarch64 on PATH, and they could not be installed." \
-    "Nothing was checked for Arm."
-  exit 0
+    "Nothing was checked for Arm." >&2
+  exit 77
 fi
 aarch64-linux-gnu-g++ --version | head -1
 qemu-aarch64 --version | head -1

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # With Clang, warnings as errors: the kernel tests on one instruction set, and the library and the Python module
 # (-O0: they are compiled, not run). CXX names the compiler; else the newest on PATH is taken, or, for root on
-# Debian and Ubuntu, installed. Where none is to be had, it says so and that nothing was checked, and succeeds.
+# Debian and Ubuntu, installed. Where none is to be had, it says so and ends with 77: nothing was checked.
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 find_clang() {
@@ -23,8 +23,8 @@ install_clang() {
 
 if ! clang="$(find_clang)"; then
   if ! install_clang || ! clang="$(find_clang)"; then
-    echo "SKIPPED: no clang++ on PATH, and none could be installed. Nothing was checked with Clang."
-    exit 0
+    echo "SKIPPED: no clang++ on PATH, and none could be installed. Nothing was checked with Clang." >&2
+    exit 77
   fi
 fi
 "$clang" --version | head -1

@@ -56,9 +56,12 @@ kernels() {
   row "$name" "$("$compiler" --version | head -1), ${KERNEL_SETS:-all sets}" env CXX="$compiler" "$@" "$root/scripts/kernel_tests.sh" "$sanitizer"
 }
 
-# In an environment of its own, with a CPU build of torch: one that asks for CUDA's libraries is left alone.
+# with_torch VERSION [HOW VARIABLE=VALUE...]: in an environment of its own, with a CPU build of torch: one that asks
+# for CUDA's libraries is left alone.
 with_torch() {
-  local version="$1" venv="$logs/torch-$1" wanted name="package, torch $1"
+  local version="$1" how="${2:-}" wanted name="package, torch $1${2:+, $2}"
+  local venv="$logs/torch-$version${how:+-${how//[^A-Za-z0-9+]/}}"
+  shift $(($# < 2 ? $# : 2))
   if ! grep -qE "$pattern" <<<"$name"; then
     write_as_before "$name"
     return
@@ -81,7 +84,7 @@ print(wheel["metadata"]["version"], *[r for r in wheel["metadata"].get("requires
   fi
   "$venv/bin/python" -m pip install --quiet "torch==$version"
   # shellcheck disable=SC2086  # a word for each file
-  row "$name" "${wanted%% *}" env ATTN_EXT_VENV="$venv" "$root/scripts/test.sh" ${PART:-tests/test_forward.py tests/test_backward.py}
+  row "$name" "${wanted%% *}" env ATTN_EXT_VENV="$venv" "$@" "$root/scripts/test.sh" ${PART:-tests/test_forward.py tests/test_backward.py}
 }
 
 cat >"$table" <<EOF
@@ -107,3 +110,6 @@ done
 for version in ${TORCHES:-2.11.0 2.12.0 2.13.0 2.14.0 2.15.0}; do
   with_torch "$version"
 done
+with_torch 2.13.0 "clang++-14" CXX=clang++-14
+with_torch 2.13.0 "Debug" CMAKE_ARGS=-DCMAKE_BUILD_TYPE=Debug
+with_torch 2.13.0 "-D_GLIBCXX_ASSERTIONS" CXXFLAGS=-D_GLIBCXX_ASSERTIONS
