@@ -43,6 +43,7 @@ class Call:
     layout: str = "bhld"  # the order in memory
     mask: str = "none"
     options: dict[str, Any] = field(default_factory=dict)
+    special: tuple[str, float] | None = None  # a number in the middle of "query", "key", "value" or "grad"
 
     def pairs(self) -> int:
         """Of a query and a key that it sees, over all heads."""
@@ -64,6 +65,12 @@ class Call:
         stored = torch.randn([sizes[axis] for axis in layout], dtype=torch.float32).to(dtype)
         return stored.permute([layout.index(axis) for axis in "bhld"])
 
+    def plant(self, **tensors: Tensor) -> None:
+        """Puts the special number where it belongs, if it does so in one of the tensors."""
+        name, number = self.special or ("", 0.0)
+        if name in tensors:
+            tensors[name][-1, -1, tensors[name].shape[2] // 2, 0] = number
+
     def make(self, dtype: torch.dtype, backward: bool) -> Callable[[], object]:
         key_heads, value_dim = self.key_heads or self.heads, self.value_dim or self.head_dim
         query = self.tensor(dtype, self.heads, self.query_length, self.head_dim, "bhld")
@@ -78,6 +85,7 @@ class Call:
             mask = torch.zeros(1, self.heads, self.query_length, self.key_length, dtype=dtype)
         elif self.mask == "shared":
             mask = torch.zeros(self.query_length, self.key_length, dtype=dtype)
+        self.plant(query=query, key=key, value=value)
         inputs = [x.requires_grad_(backward) for x in (query, key, value)]
 
         def forward() -> Tensor:
@@ -87,6 +95,7 @@ class Call:
             return forward
         output = forward()
         along = torch.randn_like(output)
+        self.plant(grad=along)
         return lambda: torch.autograd.grad(output, inputs, along, retain_graph=True)
 
 
@@ -104,6 +113,18 @@ KEYS = [16, 24, *around(32), 48, *around(64), 96, *around(128), 160, *around(256
 KEYS += [*around(1024), 1536, *around(2048), 4096]
 DIMS = [8, *around(16), 24, *around(32), 40, 48, *around(64), 80, 96, 112, *around(128), 160, 192]
 DIMS += [*around(256), 320, 384, *around(512)]
+
+
+def not_finite(rows: int, keys: int) -> list[Call]:
+    """A call without, with one NaN or Inf, and without again."""
+    special: list[tuple[str, float] | None] = [None]
+    for where in ("query", "key", "value", "grad"):
+        for number in (float("nan"), float("inf"), float("-inf")):
+            special += [(where, number), None]
+    return [
+        Call(f"{rows} x {keys}, {what or 'finite'}", query_length=rows, key_length=keys, special=what)
+        for what in special
+    ]
 
 
 def walks() -> dict[str, list[Call]]:
@@ -194,6 +215,9 @@ def walks() -> dict[str, list[Call]]:
                 options={"window_left": 511, "window_right": 0, "query_offset": n - 1},
             ),
         ),
+        "not_finite": not_finite(512, 512),
+        "not_finite_few_rows": not_finite(4, 4096),
+        "not_finite_few_keys": not_finite(512, 48),
         "causal": named(
             [256, 512, 1024, 2048, 4096],
             lambda n: Call(f"L {n}, causal", query_length=n, key_length=n, options={"is_causal": True}),

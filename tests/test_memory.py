@@ -144,6 +144,31 @@ def test_second_derivative_holds_no_scores(op):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        "torch.func.jvp(attn_ext.sdpa, inputs, inputs)",
+        "torch.func.vmap(lambda t: torch.func.jvp(attn_ext.sdpa, inputs, t)[1])(along)",
+        "torch.func.jvp(torch.func.grad(lambda *i: attn_ext.sdpa(*i).sum()), inputs, inputs)",
+    ],
+    ids=["jvp", "two directions", "of the gradient"],
+)
+def test_forward_mode_holds_no_scores(derivative):
+    program = f"""
+    def call(length):
+        inputs = tuple(torch.randn(1, 4, length, 16) for _ in range(3))
+        along = tuple(torch.stack([t, t]) for t in inputs)
+        before = peak()
+        {derivative}
+        return peak() - before
+
+    call(256)
+    print(call(8192))
+    """
+    assert printed(program) < scores(4, 8192) / 4
+
+
+@pytest.mark.slow
 def test_mask_is_never_expanded():
     """A mask of one head and batch, for 16 of them, is read in place."""
     program = """

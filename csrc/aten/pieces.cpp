@@ -2,7 +2,8 @@
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/constant_pad_nd.h>
-#include <ATen/ops/empty.h>
+#include <ATen/ops/new_empty.h>
+#include <ATen/ops/new_zeros.h>
 #include <ATen/ops/zeros.h>
 
 #include <utility>
@@ -13,13 +14,12 @@ namespace attn_ext {
 
 namespace {
 
-/// Whether `piece` is plain numbers, with no derivative and no function transform to tell of a write in
-/// place.
+/// Whether nobody keeps a record of what is written in place: no derivative, and no tensor subclass. Tensors
+/// of function transforms may be written to as well, where they are made of each other.
 bool is_plain(const at::Tensor& piece) {
-  const bool transformed = piece.key_set().has_any(
-      c10::DispatchKeySet({c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
-                           c10::DispatchKey::Batched, c10::DispatchKey::Python}));
-  return !transformed && !piece.requires_grad() && !piece._fw_grad(/*level=*/0).defined();
+  const bool observed =
+      piece.key_set().has_any(c10::DispatchKeySet({c10::DispatchKey::Batched, c10::DispatchKey::Python}));
+  return !observed && !piece.requires_grad() && !piece._fw_grad(/*level=*/0).defined();
 }
 
 }  // namespace
@@ -36,7 +36,7 @@ void RowPieces::add(const at::Tensor& piece) {
   if (!whole_.defined()) {
     Dims shape(piece.sizes().begin(), piece.sizes().end());
     shape[shape.size() + row_dim_] = rows_;
-    whole_ = at::empty(shape, piece.options());
+    whole_ = piece.new_empty(shape);
   }
   whole_.narrow(row_dim_, filled_, rows).copy_(piece);
   filled_ += rows;
@@ -63,7 +63,7 @@ void PartSum::add(const Problem& part, const at::Tensor& piece) {
   shape.append(piece.sizes().begin() + static_cast<int64_t>(lead_.size()), piece.sizes().end());
   if (piece.sizes() != at::IntArrayRef(shape) && pieces_.empty() && is_plain(piece)) {
     if (!whole_.defined()) {
-      whole_ = at::zeros(shape, piece.options());
+      whole_ = piece.new_zeros(shape);
     }
     of_part(part, whole_).add_(piece);
     return;

@@ -1,4 +1,4 @@
-// Results put together from chunks, without writing in place: what autograd and vmap want.
+// Results put together from chunks, without writing in place where autograd keeps a record of it.
 // An undefined piece stands for zero; a sum of nothing is undefined.
 #pragma once
 
@@ -13,7 +13,7 @@ namespace attn_ext {
 
 /// A result with rows of its own for every chunk.
 ///
-/// Where autograd and vmap do not look on, the pieces are written into one tensor at once: small results kept
+/// Where no derivative is recorded, the pieces are written into one tensor at once: small results kept
 /// between the large temporaries of the chunks would leave holes in the heap that nothing fits into again.
 class RowPieces {
  public:
