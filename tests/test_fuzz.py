@@ -33,8 +33,10 @@ def test_random_calls_agree_with_the_formulas(capability):
 
 
 @pytest.mark.parametrize("capability", SUBJECTS)
-def test_random_packed_calls_agree_sequence_by_sequence(capability):
-    done = fuzz("--packed", "--capability", capability, "--cases", "50", "--seed", "0", "--max-found", "5")
+@pytest.mark.parametrize("calls", ["packed", "paged", "merged"])
+def test_random_calls_of_sequences_and_parts_agree_with_the_formulas(calls, capability):
+    few = ("--cases", "50", "--seed", "0", "--max-found", "5")
+    done = fuzz("--calls", calls, "--capability", capability, *few)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     assert f"{capability}: 50 cases, 0 mismatches" in done.stdout
 

@@ -7,11 +7,10 @@
 import math
 import random
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
-from types import CodeType
 from typing import Any
 
 import torch
+from program import heading, tensors_of
 from torch import Tensor
 
 Shape = tuple[int, ...]
@@ -76,19 +75,6 @@ SINKS = {
     "plus_inf": "numbers(seed, shape).masked_fill(numbers(seed + 1, shape) > 0, inf)",
     "nan": "numbers(seed, shape).masked_fill(numbers(seed + 1, shape) > 0, nan)",
 }
-
-
-def numbers(seed: int, shape: Shape) -> Tensor:
-    """Normal numbers that hang on seed and shape alone."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-@lru_cache(4096)
-def compiled(program: str) -> CodeType:
-    return compile(program, "case", "exec")
-
-
-NAMES = {"torch": torch, "numbers": numbers, "inf": math.inf, "nan": math.nan}
 
 
 @dataclass(frozen=True)
@@ -269,9 +255,7 @@ class Case:
 
     def build(self) -> dict[str, Tensor]:
         """Every tensor by name."""
-        names: dict[str, Any] = dict(NAMES)
-        exec(compiled("\n".join(self.program())), names)
-        return {n: t for n, t in names.items() if isinstance(t, Tensor) and n != "t"}
+        return tensors_of(self.program())
 
     def keywords(self) -> dict[str, Any]:
         """The options that are no tensors."""
@@ -285,17 +269,7 @@ class Case:
         floating = [n for n in self.differentiable() if n in self.wanted]
         outputs = list(self.output_shapes())
         lines = [
-            f"# {result}: {told}" if result else "",
-            f"# ATTN_EXT_CPU_CAPABILITY={capability}" if capability else "",
-            "import torch",
-            "import attn_ext",
-            "from attn_ext import reference",
-            "inf, nan = float('inf'), float('nan')",
-            "",
-            "def numbers(seed, shape):",
-            "    generator = torch.Generator().manual_seed(seed)",
-            "    return torch.randn(shape, generator=generator, dtype=torch.float64)",
-            "",
+            *heading(result, capability, told),
             *self.program(),
             "for module in (attn_ext, reference):",
         ]
@@ -322,7 +296,7 @@ class Case:
                 "allow_unused=True)",
                 f"print(module.__name__, dict(zip({floating}, grads)))",
             ]
-        return "\n".join([*filter(None, lines[:2]), *lines[2:], *("    " + b for b in body if b)])
+        return "\n".join([*lines, *("    " + b for b in body if b)])
 
     def differentiable(self) -> tuple[str, ...]:
         """The names of the floating tensors among the inputs."""
@@ -465,4 +439,4 @@ def _draw(draw: random.Random) -> Case:
     return replace(case, layouts=tuple(layouts))
 
 
-__all__ = ["DTYPES", "INPUTS", "OPS", "SIDE", "Case", "Plant", "draw_case", "numbers"]
+__all__ = ["DTYPES", "INPUTS", "OPS", "SIDE", "Case", "Plant", "draw_case"]

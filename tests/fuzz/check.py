@@ -18,6 +18,7 @@ The rule, for each result:
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from cases import DTYPES, INPUTS, Case
@@ -32,7 +33,7 @@ Tensors = dict[str, Tensor]
 class Mismatch:
     """What differs in a case: kind is "numbers", "non-finite", "shape", "exception" or "crash"."""
 
-    case: Case
+    case: Any  # a Case, or one of another kind of calls
     result: str
     kind: str
     told: str
@@ -48,6 +49,12 @@ def check(case: Case, subject: str) -> Mismatch | None:
         return Mismatch(case, "", "exception", traceback.format_exc(limit=-2))
     finally:
         torch.set_num_threads(1)
+    found = differs(case, tensors, actual, subject)
+    return Mismatch(case, *found) if found else None
+
+
+def differs(case: Case, tensors: Tensors, actual: Results, subject: str) -> tuple[str, str, str] | None:
+    """The first result that differs, in which kind, and what is told of it."""
     every = expected(case, tensors, dropout_seed(case))
     # Beside a score of +inf torch.logsumexp, of which the reference is made, gives those of -inf no NaN.
     rises = "lse" in every and "lse" in case.incoming and bool((every["lse"].exact == torch.inf).any())
@@ -59,7 +66,7 @@ def check(case: Case, subject: str) -> Mismatch | None:
             result = result.to(_dtype_of(case, tensors, name))
         found = compare(case, tensors, name, result, wanted)
         if found:
-            return Mismatch(case, name, *found)
+            return name, *found
     return None
 
 
@@ -142,7 +149,7 @@ def _first(bad: Tensor, actual: Tensor, exact: Tensor, allowed: Tensor) -> str:
 # Shrinking ---------------------------------------------------------------------------------------
 
 
-def _smaller(case: Case) -> Iterator[Case]:
+def smaller_cases(case: Case) -> Iterator[Case]:
     """Simpler cases, the greatest steps first."""
     simple = Case(op=case.op, dtype=case.dtype, seed=case.seed)
     yield replace(case, batch=(), ones=(), dropped=(), sinks_batch=False)
@@ -198,14 +205,14 @@ def _smaller(case: Case) -> Iterator[Case]:
         yield replace(case, dtype="float64")
 
 
-def minimise(found: Mismatch, again: Callable[[Case], Mismatch | None], tries: int = 400) -> Mismatch:
+def minimise(found: Mismatch, again: Callable[[Any], Mismatch | None], tries: int = 400) -> Mismatch:
     """The simplest case near a mismatch that still fails in the same kind."""
     tried = {found.case}
     shrunk = True
     while shrunk and tries > 0:
         shrunk = False
         smaller = getattr(found.case, "smaller", None)
-        for case in smaller() if smaller else _smaller(found.case):
+        for case in smaller() if smaller else smaller_cases(found.case):
             if case in tried or not case.valid or tries <= 0:
                 continue
             tried.add(case)
@@ -220,4 +227,4 @@ def minimise(found: Mismatch, again: Callable[[Case], Mismatch | None], tries: i
     return found
 
 
-__all__ = ["Mismatch", "Results", "check", "minimise"]
+__all__ = ["Mismatch", "Results", "check", "compare", "differs", "minimise", "smaller_cases"]

@@ -3,7 +3,7 @@
     python tests/fuzz/fuzz.py --seconds 60
     python tests/fuzz/fuzz.py --cases 5000 --seed 3 --capability avx2 --capability aten
     python tests/fuzz/fuzz.py --seconds 60 --without sinks --without plant:grad
-    python tests/fuzz/fuzz.py --seconds 60 --packed
+    python tests/fuzz/fuzz.py --seconds 60 --calls paged
     python tests/fuzz/fuzz.py --show 3/1234 --capability avx2
 
 Each instruction set runs in a process of its own (``--capability reference`` holds the package's reference
@@ -33,16 +33,21 @@ from typing import Any
 import torch
 from cases import Case, Plant, draw_case
 from check import Mismatch, check, minimise
+from merged import MergedCase, check_merged, draw_merged_case
 from packed import check_packed
 from packed_cases import PackedCase, Part, draw_packed_case
+from paged import check_paged
+from paged_cases import PagedCase, draw_paged_case
 
 HANG_SECONDS = 60.0
 #: What names a case in a message between processes; read back with these names alone.
-_CASE_NAMES = {c.__name__: c for c in (Case, PackedCase, Part, Plant)}
+_CASE_NAMES = {c.__name__: c for c in (Case, MergedCase, PackedCase, PagedCase, Part, Plant)}
 _CASE_NAMES |= {"inf": float("inf"), "nan": float("nan")}
 
-
-AnyCase = Case | PackedCase
+AnyCase = Case | MergedCase | PackedCase | PagedCase
+DRAW = {"plain": draw_case, "packed": draw_packed_case, "paged": draw_paged_case, "merged": draw_merged_case}
+CHECK: dict[type, Any] = {Case: check, PackedCase: check_packed, PagedCase: check_paged}
+CHECK |= {MergedCase: check_merged}
 
 
 def read_case(text: str) -> AnyCase:
@@ -53,7 +58,7 @@ def read_case(text: str) -> AnyCase:
 
 def drawn(options: argparse.Namespace, number: int) -> AnyCase:
     """Case ``number`` of the run."""
-    return (draw_packed_case if options.packed else draw_case)(options.seed, number)
+    return DRAW[options.calls](options.seed, number)
 
 
 # The process of one instruction set ------------------------------------------------------------------
@@ -78,8 +83,8 @@ def work(arguments: argparse.Namespace) -> None:
     def checked(case: AnyCase) -> Mismatch | None:
         if arguments.plant in case.features():
             os.abort()  # the test of what is done about a process that dies
-        function = check_packed if isinstance(case, PackedCase) else check
-        return function(case, subject)
+        found: Mismatch | None = CHECK[type(case)](case, subject)
+        return found
 
     if arguments.case:
         checked(read_case(arguments.case))
@@ -131,7 +136,7 @@ class Run:
             *("--worker", "--at", str(self.place), "--seed", str(options.seed), "--first", str(first)),
             *("--cases", str(options.first + options.cases - first), "--seconds", str(seconds)),
             *(["--no-shrink"] if not options.shrink else []),
-            *(["--packed"] if options.packed else []),
+            *("--calls", options.calls),
             *(["--plant", options.plant] if options.plant else []),
             *(f"--without={name}" for name in options.without),
         ]
@@ -292,7 +297,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--no-shrink", dest="shrink", action="store_false", help="print cases as they were drawn"
     )
     parser.add_argument("--crash-tries", type=int, default=30, help="processes that may shrink a crash")
-    parser.add_argument("--packed", action="store_true", help="calls of packed sequences")
+    parser.add_argument("--calls", choices=DRAW, default="plain", help="of what kind (default: %(default)s)")
     parser.add_argument("--show", metavar="SEED/NUMBER", help="print a case's program and check it")
     for name in ("--worker", "--at", "--case", "--plant"):
         action = "store_true" if name == "--worker" else "store"

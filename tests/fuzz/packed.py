@@ -1,8 +1,8 @@
 """Packed sequences: each held against the oracle's call of that sequence alone, and against its bits.
 
-``fuzz.py --packed`` draws the cases. Rows that belong to no sequence have to give 0 (lse: -inf), whatever
-they hold; outputs and gradients of a sequence are those of the formulas, and to the last bit those of
-``sdpa_with_lse`` of its rows.
+``fuzz.py --calls packed`` draws the cases. Rows that belong to no sequence have to give 0 (lse: -inf),
+whatever they hold; outputs and gradients of a sequence are those of the formulas, and to the last bit those
+of ``sdpa_with_lse`` of its rows.
 """
 
 import math
@@ -13,6 +13,7 @@ from cases import DTYPES, Case
 from check import Mismatch, compare
 from oracle import Expected, expected
 from packed_cases import PackedCase
+from paged_cases import PagedCase
 from subjects import Results, run
 from torch import Tensor
 
@@ -20,6 +21,9 @@ import attn_ext
 from attn_ext import reference
 
 ROW_DIM = {"lse": 1}  # of results; 0 of all others
+
+
+Told = tuple[str, str, str]  # of a mismatch: result, kind and what is told
 
 
 def _seed(case: PackedCase) -> Tensor | None:
@@ -55,7 +59,7 @@ def run_packed(case: PackedCase, tensors: dict[str, Tensor], subject: str) -> Re
     return {n: t.detach() for n, t in results.items()}
 
 
-def _of_sequence(tensors: dict[str, Tensor], rows: slice, keys: slice) -> dict[str, Tensor]:
+def of_sequence(tensors: dict[str, Tensor], rows: slice, keys: slice) -> dict[str, Tensor]:
     """What belongs to a sequence, heads first."""
     found = {}
     for name, t in tensors.items():
@@ -71,19 +75,19 @@ def _of_sequence(tensors: dict[str, Tensor], rows: slice, keys: slice) -> dict[s
     return found
 
 
-def _alone(case: PackedCase, number: int) -> Case:
+def alone(case: PackedCase | PagedCase, number: int) -> Case:
     """The call of one sequence."""
     rows, keys, offset = case.sequences[number]
     return Case(
         op="sdpa_with_lse", dtype=case.dtype, heads=case.heads, group=case.group, gqa=case.gqa,
         lq=rows.stop - rows.start, lk=keys.stop - keys.start, d=case.d, dv=case.dv,
         ones=("key.h", "value.h") if case.one_key_head else (), sinks=case.sinks,
-        options=(*case.options, ("query_offset", offset)), incoming=case.incoming, wanted=case.wanted,
-        place=number, threads=case.threads, seed=case.seed,
+        options=(*case.sequence_options, ("query_offset", offset)), incoming=case.incoming,
+        wanted=case.wanted, place=number, threads=case.threads, seed=case.seed,
     )  # fmt: skip
 
 
-def _outside(case: PackedCase, results: Results) -> tuple[str, str, str] | None:
+def outside(case: PackedCase | PagedCase, results: Results) -> Told | None:
     """Rows of nobody."""
     for name, t in results.items():
         if name == "grad.sinks":
@@ -99,7 +103,7 @@ def _outside(case: PackedCase, results: Results) -> tuple[str, str, str] | None:
     return None
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
+def same_bits(a: Tensor, b: Tensor) -> bool:
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
@@ -117,55 +121,71 @@ def check_packed(case: PackedCase, subject: str) -> Mismatch | None:
     return Mismatch(case, *found) if found else None
 
 
-def _differs(
-    case: PackedCase, tensors: dict[str, Tensor], results: Results, subject: str
-) -> tuple[str, str, str] | None:
-    shapes = case.shapes()
-    shapes["output"], shapes["lse"] = shapes["grad_output"], shapes["grad_lse"]
+def shapes_differ(shapes: dict[str, tuple[int, ...]], results: Results) -> Told | None:
+    """Of results, and gradients of inputs."""
     for name, t in results.items():
         shape = shapes.get(name.removeprefix("grad."), t.shape)
         if t.shape != shape:
             return name, "shape", f"{tuple(t.shape)}, expected {shape}"
-    found = _outside(case, results)
-    if found:
-        return found
+    return None
+
+
+def numbers_differ(
+    case: PackedCase | PagedCase,
+    number: int,
+    own: dict[str, Tensor],
+    actual: Results,
+    wanted: dict[str, Expected],
+) -> Told | None:
+    """Of one sequence, from what its call alone has to give."""
+    for name, result in wanted.items():
+        if name in actual and name != "grad.sinks":
+            differs = compare(alone(case, number), own, name, actual[name], result)
+            if differs:
+                return name, differs[0], f"sequence {number}: {differs[1]}"
+    return None
+
+
+def _differs(case: PackedCase, tensors: dict[str, Tensor], results: Results, subject: str) -> Told | None:
+    shapes = case.shapes()
+    shapes |= {"output": shapes["grad_output"], "lse": shapes["grad_lse"]}
+    found = shapes_differ(shapes, results) or outside(case, results)
     of_sinks: list[Expected] = []
-    seed = _seed(case)
     for number, (rows, keys, _) in enumerate(case.sequences):
-        alone, own = _alone(case, number), _of_sequence(tensors, rows, keys)
-        actual = _of_sequence(results, rows, keys)
+        own, actual = of_sequence(tensors, rows, keys), of_sequence(results, rows, keys)
         if subject == "reference":
-            actual = {n: t.to(own.get(n.replace(".", "_"), t).dtype) for n, t in actual.items()}
-            actual = {n: t.to(_dtype(case, n)) for n, t in actual.items()}
-        for name, wanted in expected(alone, own, seed).items():
-            if name == "grad.sinks":
-                of_sinks.append(wanted)
-            elif name in results or not name.startswith("grad."):
-                differs = compare(alone, own, name, actual.get(name), wanted)
-                if differs:
-                    return name, differs[0], f"sequence {number}: {differs[1]}"
-        found = None if subject == "reference" else _bits(alone, own, actual, number)
+            actual = rounded(case, actual)
+        wanted = expected(alone(case, number), own, _seed(case))
+        of_sinks += [wanted["grad.sinks"]] if "grad.sinks" in wanted else []
+        found = found or numbers_differ(case, number, own, actual, wanted)
+        if not found and subject != "reference":
+            found = _bits(alone(case, number), own, actual, number)
         if found:
             return found
-    return _sinks_differ(results, of_sinks)
+    return found or _sinks_differ(results, of_sinks)
 
 
-def _dtype(case: PackedCase, name: str) -> torch.dtype:
-    return torch.promote_types(DTYPES[case.dtype], torch.float32) if name == "lse" else DTYPES[case.dtype]
+def rounded(case: PackedCase | PagedCase, results: Results) -> Results:
+    """The reference's results in the dtypes that the ops give."""
+    dtype = DTYPES[case.dtype]
+    return {
+        n: t.to(torch.promote_types(dtype, torch.float32) if n == "lse" else dtype)
+        for n, t in results.items()
+    }
 
 
-def _bits(alone: Case, own: dict[str, Tensor], actual: Results, number: int) -> tuple[str, str, str] | None:
+def _bits(single: Case, own: dict[str, Tensor], actual: Results, number: int) -> Told | None:
     """A call of its own draws for batch 0; ATen's products promise no bits."""
-    if attn_ext.cpu_capability() == "aten" or ("dropout_p" in dict(alone.options) and number > 0):
+    if attn_ext.cpu_capability() == "aten" or ("dropout_p" in dict(single.options) and number > 0):
         return None
-    for name, bits in run(alone, own, "attn_ext").items():
-        if name in actual and name != "grad.sinks" and not _same_bits(actual[name], bits):
+    for name, bits in run(single, own, "attn_ext").items():
+        if name in actual and name != "grad.sinks" and not same_bits(actual[name], bits):
             off = (actual[name].double() - bits.double()).abs().max()
             return name, "bits", f"sequence {number}: other bits than alone, by up to {float(off):.3g}"
     return None
 
 
-def _sinks_differ(results: Results, parts: list[Expected]) -> tuple[str, str, str] | None:
+def _sinks_differ(results: Results, parts: list[Expected]) -> Told | None:
     """The gradient of sinks is the sum over the sequences."""
     actual = results.get("grad.sinks")
     if actual is None:
@@ -185,4 +205,7 @@ def _sinks_differ(results: Results, parts: list[Expected]) -> tuple[str, str, st
     return "grad.sinks", "numbers", f"{actual.tolist()}, expected {exact.tolist()}, allowed {error.tolist()}"
 
 
-__all__ = ["check_packed"]
+__all__ = [
+    *("Told", "alone", "check_packed", "numbers_differ", "of_sequence", "outside", "rounded", "run_packed"),
+    *("same_bits", "shapes_differ"),
+]

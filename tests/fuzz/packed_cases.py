@@ -2,11 +2,12 @@
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from cases import DIMS, LAYOUTS, NAMES, SINKS, VALUES, Plant, compiled, layout_fits
+from cases import DIMS, LAYOUTS, SINKS, VALUES, Plant, layout_fits
+from program import heading, tensors_of
 from torch import Tensor
 
 INPUTS = ("query", "key", "value", "sinks")
@@ -21,6 +22,39 @@ class Part:
     hole_q: int = 0
     hole_k: int = 0
     offset: int = 0  # read where the case gives offsets
+
+
+def sinks_of(case: Any) -> list[str]:
+    """The statement that makes the sinks, if there are any."""
+    if not case.sinks:
+        return []
+    text = SINKS[case.sinks].replace("seed", str(case.seed + 9))
+    text = text.replace("shape", str((case.heads * case.group,)))
+    return [f"sinks = ({text}).to(torch.{'float32' if case.sinks_float32 else case.dtype})"]
+
+
+def with_defaults(case: Any, skipped: Sequence[str]) -> Iterator[Any]:
+    """The case with each field, but those skipped, as it is by default."""
+    for f in fields(case):
+        if f.name not in skipped and getattr(case, f.name) != f.default:
+            yield replace(case, **{f.name: f.default})
+
+
+def with_less(case: Any, names: Sequence[str]) -> Iterator[Any]:
+    """The case without each of the items of these fields."""
+    for name in names:
+        items = getattr(case, name)
+        for i in range(len(items)):
+            yield replace(case, **{name: items[:i] + items[i + 1 :]})
+
+
+def with_smaller(case: Any, names: Sequence[str]) -> Iterator[Any]:
+    """The case with smaller numbers, of at least 1, in these fields."""
+    for name in names:
+        size = getattr(case, name)
+        for to in dict.fromkeys((1, size // 2, size - 1)):
+            if 1 <= to < size:
+                yield replace(case, **{name: to})
 
 
 @dataclass(frozen=True)
@@ -69,6 +103,11 @@ class PackedCase:
         for part in self.parts:
             ends.append(ends[-1] + getattr(part, f"l{side}") + getattr(part, f"hole_{side}"))
         return ends
+
+    @property
+    def sequence_options(self) -> tuple[tuple[str, Any], ...]:
+        """Of the call of one sequence."""
+        return self.options
 
     @property
     def scores(self) -> int:
@@ -125,11 +164,7 @@ class PackedCase:
             lines += self._outside(name)
             if name in dict(self.layouts):
                 lines += [f"t = {name}", f"{name} = {LAYOUTS[dict(self.layouts)[name]]}"]
-        if self.sinks:
-            text = SINKS[self.sinks].replace("seed", str(self.seed + 9))
-            text = text.replace("shape", str((self.heads * self.group,)))
-            lines.append(f"sinks = ({text}).to(torch.{'float32' if self.sinks_float32 else self.dtype})")
-        return lines + self._lengths()
+        return lines + sinks_of(self) + self._lengths()
 
     def _outside(self, name: str) -> list[str]:
         if not self.nan_outside:
@@ -156,9 +191,7 @@ class PackedCase:
 
     def build(self) -> dict[str, Tensor]:
         """Every tensor by name."""
-        names: dict[str, Any] = dict(NAMES)
-        exec(compiled("\n".join(self.program())), names)
-        return {n: t for n, t in names.items() if isinstance(t, Tensor) and n != "t"}
+        return tensors_of(self.program())
 
     def keywords(self) -> dict[str, Any]:
         """The options that are no tensors."""
@@ -175,17 +208,7 @@ class PackedCase:
         options += "".join(f", {n}={v!r}" for n, v in self.keywords().items())
         wanted = self.differentiated()
         lines = [
-            f"# {result}: {told}" if result else "",
-            f"# ATTN_EXT_CPU_CAPABILITY={capability}" if capability else "",
-            "import torch",
-            "import attn_ext",
-            "from attn_ext import reference",
-            "inf, nan = float('inf'), float('nan')",
-            "",
-            "def numbers(seed, shape):",
-            "    generator = torch.Generator().manual_seed(seed)",
-            "    return torch.randn(shape, generator=generator, dtype=torch.float64)",
-            "",
+            *heading(result, capability, told),
             *self.program(),
             f"torch.set_num_threads({self.threads})",
             "for module in (attn_ext, reference):",
@@ -206,7 +229,7 @@ class PackedCase:
                 f"        print(torch.autograd.grad(({through}), ({''.join(f'{n}, ' for n in wanted)}), "
                 f"({into}), allow_unused=True))"
             )
-        return "\n".join(line for i, line in enumerate(lines) if line or i > 1)
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         changed = (f for f in fields(self) if getattr(self, f.name) != f.default)
@@ -214,28 +237,16 @@ class PackedCase:
 
     def smaller(self) -> Iterator["PackedCase"]:
         """Simpler cases, the greatest steps first."""
-        simple = PackedCase(dtype=self.dtype, seed=self.seed)
         half = len(self.parts) // 2
         for parts in (self.parts[:half], self.parts[half:]):
             if parts != self.parts:
                 yield replace(self, parts=parts)
-        for i in range(len(self.parts)):
-            yield replace(self, parts=self.parts[:i] + self.parts[i + 1 :])
-        skipped = ("dtype", "parts", "seed", "group", "heads", "d", "dv")
-        for name in (f.name for f in fields(self) if f.name not in skipped):
-            if getattr(self, name) != getattr(simple, name):
-                yield replace(self, **{name: getattr(simple, name)})
+        yield from with_less(self, ("parts",))
+        yield from with_defaults(self, ("dtype", "parts", "seed", "group", "heads", "d", "dv"))
         if self.gqa or self.group > 1:
             yield replace(self, gqa=False, group=1)
-        for name in ("layouts", "plants", "options", "incoming", "wanted"):
-            items = getattr(self, name)
-            for i in range(len(items)):
-                yield replace(self, **{name: items[:i] + items[i + 1 :]})
-        for name in ("d", "dv", "heads", "threads"):
-            size = getattr(self, name)
-            for to in dict.fromkeys((1, size // 2, size - 1)):
-                if 1 <= to < size:
-                    yield replace(self, **{name: to})
+        yield from with_less(self, ("layouts", "plants", "options", "incoming", "wanted"))
+        yield from with_smaller(self, ("d", "dv", "heads", "threads"))
         for i, part in enumerate(self.parts):
             for name in ("lq", "lk", "hole_q", "hole_k", "offset"):
                 size = getattr(part, name)
@@ -248,7 +259,7 @@ class PackedCase:
 # Drawing -----------------------------------------------------------------------------------------
 
 _FEW = (0, 0, 1, 1, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 18, 31, 33)
-_MANY = (63, 64, 65, 97, 127, 128, 129, 130, 160, 200, 257)
+MANY = (63, 64, 65, 97, 127, 128, 129, 130, 160, 200, 257)
 _MOST = (511, 513, 1023, 1025, 1100, 2049)
 
 
@@ -261,13 +272,13 @@ def draw_packed_case(seed: int, number: int) -> PackedCase:
             return case
 
 
-def _length(draw: random.Random, most: tuple[int, ...] = _MOST) -> int:
+def draw_length(draw: random.Random, most: tuple[int, ...] = _MOST) -> int:
     kind = draw.random()
-    return draw.choice(_FEW if kind < 0.75 else _MANY if kind < 0.95 else most)
+    return draw.choice(_FEW if kind < 0.75 else MANY if kind < 0.95 else most)
 
 
 def _part(draw: random.Random, gaps: bool) -> Part:
-    lq, lk = _length(draw, _MANY), _length(draw)
+    lq, lk = draw_length(draw, MANY), draw_length(draw)
     if draw.random() < 0.3:
         lk = lq
     holes = (draw.choice((0, 0, 1, 3)), draw.choice((0, 0, 1, 3))) if gaps else (0, 0)
@@ -275,7 +286,7 @@ def _part(draw: random.Random, gaps: bool) -> Part:
     return Part(lq, lk, *holes, offset)
 
 
-def _options(draw: random.Random) -> tuple[tuple[str, Any], ...]:
+def draw_options(draw: random.Random) -> tuple[tuple[str, Any], ...]:
     options: dict[str, Any] = {}
 
     def sometimes(chance: float, name: str, *choices: Any) -> None:
@@ -292,17 +303,22 @@ def _options(draw: random.Random) -> tuple[tuple[str, Any], ...]:
     return tuple(options.items())
 
 
+def draw_plants(draw: random.Random, names: Sequence[str]) -> tuple[Plant, ...]:
+    plants = []
+    if draw.random() < 0.3:
+        for _ in range(draw.choice((1, 1, 2, 4))):
+            place = draw.choice((0.0, 1.0, draw.random(), draw.random()))
+            plants.append(Plant(draw.choice(names), place, draw.choice(VALUES)))
+    return tuple(plants)
+
+
 def _draw(draw: random.Random) -> PackedCase:
     gqa = draw.random() < 0.4
     gaps = draw.random() < 0.4
     count = draw.choice((0, 1, 1, 2, 2, 3, 3, 4, 5, 6, 8, 20))
     incoming = tuple(name for name in ("output", "lse") if draw.random() < 0.7)
     names = ["query", "key", "value", *(f"grad_{name}" for name in incoming)]
-    plants = []
-    if draw.random() < 0.3:
-        for _ in range(draw.choice((1, 1, 2, 4))):
-            place = draw.choice((0.0, 1.0, draw.random(), draw.random()))
-            plants.append(Plant(draw.choice(names), place, draw.choice(VALUES)))
+    plants = draw_plants(draw, names)
     layouts = ()
     if draw.random() < 0.4:
         layouts = tuple((name, draw.choice(tuple(LAYOUTS))) for name in names if draw.random() < 0.5)
@@ -314,7 +330,7 @@ def _draw(draw: random.Random) -> PackedCase:
         group=draw.choice((1, 2, 3)) if gqa else 1, gqa=gqa,
         one_key_head=not gqa and draw.random() < 0.1, d=draw.choice(DIMS), dv=draw.choice(DIMS),
         sinks=draw.choice(("normal", "normal", *SINKS)) if draw.random() < 0.25 else "",
-        sinks_float32=draw.random() < 0.3, options=_options(draw), plants=tuple(plants),
+        sinks_float32=draw.random() < 0.3, options=draw_options(draw), plants=plants,
         nan_outside=draw.random() < 0.4, spread=draw.choice((1.0, 1.0, 1.0, 4.0, 1e-3)), incoming=incoming,
         wanted=INPUTS if draw.random() < 0.6 else tuple(n for n in INPUTS if draw.random() < 0.5),
         threads=draw.choice((1, 1, 2, 3, 4)), seed=draw.randrange(10**6),
@@ -323,4 +339,16 @@ def _draw(draw: random.Random) -> PackedCase:
     return replace(case, layouts=fitting)
 
 
-__all__ = ["INPUTS", "PackedCase", "Part", "draw_packed_case"]
+__all__ = [
+    *(
+        "INPUTS",
+        "MANY",
+        "PackedCase",
+        "Part",
+        "draw_length",
+        "draw_options",
+        "draw_packed_case",
+        "draw_plants",
+    ),
+    *("sinks_of", "with_defaults", "with_less", "with_smaller"),
+]

@@ -1,5 +1,6 @@
 """Who is held against the oracle: the package on the instruction set of this process, or its reference."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,8 +21,17 @@ def dropout_seed(case: Case) -> Tensor | None:
     return torch.randint(2**63 - 1, ())
 
 
-def run(case: Case, tensors: dict[str, Tensor], subject: str, dtype: torch.dtype | None = None) -> Results:
-    """Outputs and gradients by name; ``dtype`` is what the reference computes in."""
+def run(
+    case: Case,
+    tensors: dict[str, Tensor],
+    subject: str,
+    dtype: torch.dtype | None = None,
+    around: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
+) -> Results:
+    """Outputs and gradients by name.
+
+    ``dtype`` is what the reference computes in; ``around`` makes what is called of the op.
+    """
     inputs = {n: tensors[n] for n in ("query", "key", "value", "attn_mask", "sinks") if n in tensors}
     wanted = [n for n in case.differentiable() if n in case.wanted] if case.incoming else []
     for name in wanted:
@@ -41,7 +51,7 @@ def run(case: Case, tensors: dict[str, Tensor], subject: str, dtype: torch.dtype
         torch.manual_seed(case.seed)
     if subject == "reference" and seed is not None and case.place:
         inputs["query"] = inputs["query"].expand(case.place + 1, *inputs["query"].shape)
-    outputs = function(**inputs, **more)
+    outputs = around(function)(**inputs, **more)
     outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
     if subject == "reference" and seed is not None and case.place:
         outputs = tuple(t[case.place] for t in outputs)
