@@ -148,7 +148,11 @@ def one_draw(query, key, value, *, original, dropout_p=0.0, **options):
 
 def last_bits(query, key, value, *, original, **options):
     output, lse = original(query, key, value, **options)
-    return output.nextafter(output * 2) if output.dtype != torch.float16 else output, lse
+    return next_numbers(output), lse
+
+
+def next_numbers(output):
+    return output.nextafter(output * 2) if output.dtype != torch.float16 else output
 
 
 @pytest.mark.parametrize(
@@ -187,13 +191,157 @@ def test_a_fault_of_packed_calls_is_found_and_shrunk(tools, monkeypatch, plant: 
     assert len(small.options) + len(small.plants) + len(small.layouts) <= 1, small
 
 
-def test_a_packed_case_is_printed_as_a_program_that_runs(tools):
-    import packed_cases
+def neighbours_page(*, original, **options):
+    tables = options["block_table"].clone()
+    if options["seqlens_k"].numel() and options["seqlens_k"][[0, -1]].all():
+        tables[-1, 0] = tables[0, 0]
+    return original(**{**options, "block_table": tables})
+
+
+def other_heads_scale(*, original, **options):
+    scale = options.get("value_scale")
+    if scale is not None and scale.dim() == 1:
+        options["value_scale"] = scale.flip(0)
+    return original(**options)
+
+
+def rows_beyond_leak(*, original, **options):
+    output, lse = original(**options)
+    pages, keys = options["value_pages"], options["seqlens_k"]
+    if len(keys) and keys[0] % pages.shape[1]:
+        last = options["block_table"][0, keys[0] // pages.shape[1]]
+        output = output + (pages[last, keys[0] % pages.shape[1]].to(output.dtype) * 0).sum()
+    return output, lse
+
+
+def last_bits_in_pages(*, original, **options):
+    output, lse = original(**options)
+    return next_numbers(output), lse
+
+
+def no_exception_in_backward(*, original, **options):
+    query = options["query"]
+    output, lse = original(**{**options, "query": query.detach()})
+    return output + 0 * query.sum().nan_to_num() if query.requires_grad else output, lse
+
+
+@pytest.mark.parametrize(
+    ("plant", "kind", "needed"),
+    [
+        (neighbours_page, "numbers", {"float32", "float64"}),
+        (other_heads_scale, "numbers", {"scale:head"}),
+        (rows_beyond_leak, "non-finite", {"float32", "float64"}),
+        (last_bits_in_pages, "bits", {"float32"}),
+        (no_exception_in_backward, "gradient", {"gradient"}),
+    ],
+    ids=lambda x: getattr(x, "__name__", None) or (x if isinstance(x, str) else "-".join(sorted(x))),
+)
+def test_a_fault_of_paged_calls_is_found_and_shrunk(tools, monkeypatch, plant: Callable, kind, needed):
+    _, check = tools
+    import paged
+    import paged_cases
+
+    original = attn_ext.sdpa_paged_with_lse
+    monkeypatch.setattr(
+        attn_ext, "sdpa_paged_with_lse", lambda *args, **kw: plant(*args, original=original, **kw)
+    )
+
+    def again(case):
+        return paged.check_paged(case, "attn_ext")
+
+    drawn = (paged_cases.draw_paged_case(7, number) for number in range(2000))
+    tried = (again(case) for case in drawn if case.features() & needed)
+    found = next(mismatch for mismatch in tried if mismatch and mismatch.kind == kind)
+    small = check.minimise(found, again).case
+    assert small.features() & needed
+    assert len(small.lengths) <= 2
+    assert len(small.options) + len(small.plants) + len(small.layouts) <= 1, small
+
+
+def one_slot_too_many(*tensors, original, **scales):
+    original(*tensors, **scales)
+    pages = tensors[1].view(torch.uint8)
+    last = int(tensors[4][-1]) + 1 if len(tensors[4]) else 0
+    if 0 < last < pages.shape[0] * pages.shape[1]:
+        pages[last // pages.shape[1], last % pages.shape[1]] = 3
+
+
+def skipped_row_written(*tensors, original, **scales):
+    original(*tensors[:4], tensors[4].clamp(min=0) if tensors[0].numel() else tensors[4], **scales)
+
+
+def scale_forgotten(*tensors, original, **scales):
+    original(*tensors, **{n: t for n, t in scales.items() if n != "value_scale"})
+
+
+@pytest.mark.parametrize(
+    ("plant", "needed"),
+    [
+        (one_slot_too_many, "written"),
+        (skipped_row_written, "skipped"),
+        (scale_forgotten, "written"),
+    ],
+)
+def test_a_fault_of_written_rows_is_found_and_shrunk(tools, monkeypatch, plant: Callable, needed):
+    _, check = tools
+    import paged
+    import paged_cases
+
+    original = attn_ext.cache_write_
+    monkeypatch.setattr(attn_ext, "cache_write_", lambda *args, **kw: plant(*args, original=original, **kw))
+
+    def again(case):
+        return paged.check_paged(case, "attn_ext")
+
+    drawn = (paged_cases.draw_paged_case(7, number) for number in range(2000))
+    tried = (again(case) for case in drawn if needed in case.features())
+    found = next(mismatch for mismatch in tried if mismatch and mismatch.kind == "written")
+    small = check.minimise(found, again).case
+    assert needed in small.features()
+    assert small.slots <= 4
+    assert len(small.options) + len(small.plants) + len(small.layouts) == 0, small
+
+
+def equal_shares(outputs, lses, *, original):
+    return original(outputs, [torch.zeros_like(t) for t in lses])
+
+
+def few_digits_of_lses(outputs, lses, *, original):
+    return original(outputs, [t.bfloat16().to(t.dtype) for t in lses])
+
+
+def no_gradient_of_lses(outputs, lses, *, original):
+    return original(outputs, [t.detach() for t in lses])
+
+
+@pytest.mark.parametrize("plant", [equal_shares, few_digits_of_lses, no_gradient_of_lses])
+def test_a_fault_of_merging_is_found_and_shrunk(tools, monkeypatch, plant: Callable):
+    _, check = tools
+    import merged
+
+    original = attn_ext.merge_partials
+    monkeypatch.setattr(attn_ext, "merge_partials", lambda *parts: plant(*parts, original=original))
+
+    def again(case):
+        return merged.check_merged(case, "attn_ext")
+
+    drawn = (merged.draw_merged_case(7, number) for number in range(2000))
+    tried = (again(case) for case in drawn if not case.whole.plants)
+    found = next(mismatch for mismatch in tried if mismatch and mismatch.kind == "numbers")
+    small = check.minimise(found, again).case
+    assert len(small.parts) <= 1
+    assert small.whole.scores <= 16
+    assert len(small.whole.options) + len(small.whole.layouts) + bool(small.whole.mask) <= 1, small
+
+
+@pytest.mark.parametrize("calls", ["packed", "paged", "merged"])
+def test_a_case_of_sequences_or_parts_is_printed_as_a_program_that_runs(tools, calls):
+    import fuzz as program
 
     for number in range(30):
-        case = packed_cases.draw_packed_case(11, number)
-        if case.d:
-            exec(compile(case.snippet("output", "avx2", "told"), "snippet", "exec"), {})
+        case = program.DRAW[calls](11, number)
+        assert program.read_case(str(case)) == case
+        exec(compile(case.snippet("output", "avx2", "told"), "snippet", "exec"), {})
     torch.set_num_threads(1)
 
 

@@ -2,8 +2,9 @@
 
 ``fuzz.py --calls merged`` draws the cases: a call of ``sdpa_with_lse``, and where its keys are cut. A row may
 see nothing in a part, or in any. The first part has the sinks. No visible score is infinite: a log-sum-exp of
-inf does not tell which keys have such a score, and one of -inf says that a row has seen none. Nor is a sink
-NaN, which shows in the log-sum-exp alone of a row that sees no key.
+inf does not tell which keys have such a score, and one of -inf says that a row has seen none. Nor does NaN or
+Inf come from a sink, or to one as a gradient: the output of a row that sees its sink alone is 0 whatever that
+is, but a factor of it when it is merged.
 """
 
 import random
@@ -40,11 +41,15 @@ class MergedCase:
         """Whether parts can make the call."""
         whole = self.whole
         finite = {"query": ("nan", "-6e4"), "key": ("nan", "-6e4"), "attn_mask": ("nan", "-6e4", "-inf")}
-        scores_are_finite = whole.sinks not in ("plus_inf", "nan") and all(
-            plant.what in finite.get(plant.tensor, (plant.what,)) for plant in whole.plants
+        if whole.sinks:
+            finite |= dict.fromkeys(("grad_output", "grad_lse"), ("-6e4",))
+        return (
+            whole.valid
+            and whole.op == "sdpa_with_lse"
+            and "dropout_p" not in dict(whole.options)
+            and whole.sinks not in ("plus_inf", "nan")
+            and all(plant.what in finite.get(plant.tensor, (plant.what,)) for plant in whole.plants)
         )
-        fits = whole.valid and whole.op == "sdpa_with_lse" and "dropout_p" not in dict(whole.options)
-        return fits and scores_are_finite
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
