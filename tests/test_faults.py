@@ -11,7 +11,10 @@ import attn_ext
 FAULTS = Path(__file__).parent / "fuzz" / "faults.py"
 QUICK = ("few_rows/plain/sdpa*", "few_keys/careful*/sdpa*", "tiles/bias/sdpa", "tiles/careful_threads/*")
 QUICK += ("*/threads/sdpa", "*/dropout/sdpa", "*/transposed/sdpa", "*/broadcast/sdpa", "split/careful/*")
-QUICK += ("packed/plain", "packed/holes/forward")
+QUICK += ("packed/plain", "packed/holes/forward", "paged/decode", "paged/int8", "paged/careful")
+QUICK += ("cache_write/plain", "cache_write/skipped", "merge/plain*")
+# The composition allocates hundreds of times in a call, and every time is a call and one to compare with.
+COMPOSITION = ("few_rows/plain/sdpa", "packed/short/forward", "paged/short")
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="malloc is replaced by preloading")
 
@@ -34,5 +37,4 @@ def test_a_failed_allocation_is_one_exception():
 
 @pytest.mark.slow
 def test_a_failed_allocation_of_the_composition_is_one_exception():
-    """Of one short call: it allocates hundreds of times, and every time is a call and one to compare with."""
-    assert " 0 wrong" in run("--capability", "aten", "--only=few_rows/plain/sdpa/forward")
+    assert " 0 wrong" in run("--capability", "aten", *(f"--only={pattern}" for pattern in COMPOSITION))

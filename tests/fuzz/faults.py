@@ -4,10 +4,10 @@
     python tests/fuzz/faults.py --capability avx2 --only 'tiles*'
 
 For each path and n = 1, 2, 3 ... the n-th allocation under the library's code fails (``faults.cpp``,
-preloaded), until a call meets no failure any more. Each call must then raise MemoryError or RuntimeError, or,
-where it can do without that memory, give the bits it always gives; and the call after it must give them too.
-A process that dies is told with its n, and the next one goes on after it. The exit status is 1 if anything
-was wrong.
+preloaded), until a call meets no failure any more. Each call must then raise MemoryError or RuntimeError and
+have changed nothing that it was given, or, where it can do without that memory, give the bits it always
+gives; and the call after it must give them too. A process that dies is told with its n, and the next one goes
+on after it. The exit status is 1 if anything was wrong.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,11 @@ from typing import Any
 import torch
 from cases import OPS, SIDE, Case, Plant
 from fuzz import progress
+from merged import MergedCase, run_merged
 from packed import run_packed
 from packed_cases import PackedCase, Part
+from paged import memory_of, run_paged, write
+from paged_cases import PagedCase
 from subjects import run as run_one
 
 HERE = Path(__file__).parent
@@ -47,9 +50,29 @@ _WAYS = {
 }
 
 
-def paths() -> Iterator[tuple[str, Case | PackedCase]]:
+@dataclass(frozen=True)
+class Write:
+    """``cache_write_`` alone, whose results are the pages."""
+
+    case: PagedCase
+
+    @property
+    def threads(self) -> int:
+        return self.case.threads
+
+    def build(self) -> dict[str, torch.Tensor]:
+        """Every tensor by name."""
+        return self.case.build()
+
+
+AnyCall = Case | MergedCase | PackedCase | PagedCase | Write
+
+
+def paths() -> Iterator[tuple[str, AnyCall]]:
     """Every path, and on it every kind of extra memory that a call may want; all paths in one packed call."""
     yield from packed_paths()
+    yield from paged_paths()
+    yield from merged_paths()
     nan_hidden = (
         Plant("value", 0.3, "nan"),
         Plant("key", 0.6, "nan"),
@@ -78,7 +101,8 @@ def paths() -> Iterator[tuple[str, Case | PackedCase]]:
 
 
 def packed_paths() -> Iterator[tuple[str, PackedCase]]:
-    """Packed calls of a sequence for each way, one of none and one of a row."""
+    """Packed calls of one sequence, and of one for each way, one of none and one of a row."""
+    yield "packed/short/forward", PackedCase(parts=(Part(3, 5),), incoming=(), seed=5)
     shapes = [*_WAYS.values(), {"lq": 0, "lk": 0}, {"lq": 1, "lk": 1}]
     parts = tuple(Part(s["lq"], s["lk"], hole_q=1, hole_k=2) for s in shapes)
     kinds: dict[str, dict[str, Any]] = {
@@ -95,8 +119,58 @@ def packed_paths() -> Iterator[tuple[str, PackedCase]]:
         yield f"packed/{kind}/forward", replace(case, incoming=())
 
 
-def run(case: Case | PackedCase, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def paged_paths() -> Iterator[tuple[str, PagedCase | Write]]:
+    """Reading from pages, and writing to them."""
+    prefill = tuple((s["lq"], s["lk"]) for s in _WAYS.values())
+    narrow = {"stored": "int8", "key_scale": "row", "value_scale": "row"}
+    float8 = {"stored": "float8_e4m3fn", "key_scale": "head", "value_scale": "one"}
+    kinds: dict[str, dict[str, Any]] = {
+        "short": {"lengths": ((1, 30),), **narrow},
+        "decode": {"lengths": ((1, 300), (1, 1100), (1, 0))},
+        "prefill": {"lengths": prefill},
+        "int8": {"lengths": ((1, 1100), *prefill[:3]), "dtype": "bfloat16", **narrow},
+        "float8": {"lengths": ((1, 1100), *prefill[:3]), **float8},
+        "half": {"lengths": ((1, 1100), *prefill[:3]), "stored": "bfloat16", "page": 5},
+        "threads": {"lengths": ((1, 1100), *prefill), "dtype": "bfloat16", "threads": 2},
+        "careful": {"lengths": prefill[:4], "plants": (Plant("value", 0.3, "nan"), Plant("key", 0.6, "nan"))},
+    }
+    for kind, more in kinds.items():
+        case = PagedCase(
+            **{"page": 16, "heads": 2, "group": 2, "gqa": True, "d": 16, "dv": 24, "seed": 5, **more}
+        )
+        yield f"paged/{kind}", case
+    writes: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "skipped": {"skipped": 3, "integers": "strided"},
+        "half": {"stored": "bfloat16"},
+        "int8": narrow,
+        "float8": {**float8, "skipped": 3},
+        "transposed": {"layouts": (("key", "transposed"), ("value", "transposed"))},
+    }
+    for kind, more in writes.items():
+        yield (
+            f"cache_write/{kind}",
+            Write(PagedCase(lengths=((1, 30), (1, 7)), heads=2, written=True, **more)),
+        )
+
+
+def merged_paths() -> Iterator[tuple[str, MergedCase]]:
+    """Parts of the keys put together."""
+    whole = Case(op="sdpa_with_lse", batch=(2,), heads=2, lq=4, lk=30, incoming=("output", "lse"), seed=5)
+    for kind, changed in (("plain", whole), ("bfloat16", replace(whole, dtype="bfloat16", threads=2))):
+        yield f"merge/{kind}", MergedCase(changed, (10, 0))
+        yield f"merge/{kind}/forward", MergedCase(replace(changed, incoming=()), (10, 0))
+
+
+def run(case: AnyCall, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Outputs and gradients by name."""
+    if isinstance(case, Write):
+        write(case.case, tensors)
+        return {n: tensors[n].clone() for n in ("key_pages", "value_pages")}
+    if isinstance(case, PagedCase):
+        return run_paged(case, tensors, "attn_ext")
+    if isinstance(case, MergedCase):
+        return run_merged(case, tensors, "attn_ext")
     if isinstance(case, PackedCase):
         return run_packed(case, tensors, "attn_ext")
     return run_one(case, tensors, "attn_ext")
@@ -119,6 +193,23 @@ def bits(results: dict[str, torch.Tensor]) -> list[bytes]:
     return [t.double().masked_fill(t.isnan(), 1e300).numpy().tobytes() for t in results.values()]
 
 
+class Given:
+    """The bytes of a call's tensors as they were before it."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.memory = {name: memory_of(t) for name, t in tensors.items()}
+        self.before = {name: t.clone() for name, t in self.memory.items()}
+
+    def changed(self) -> list[str]:
+        """Which of them have changed."""
+        return [name for name, t in self.memory.items() if not torch.equal(t, self.before[name])]
+
+    def restore(self) -> None:
+        """As they were."""
+        for name in self.changed():
+            self.memory[name].copy_(self.before[name])
+
+
 def work(names: Sequence[str], first: int, at: Path) -> None:
     """Try paths one after the other; print a line of JSON for each."""
     import attn_ext  # noqa: F401  (loads the library)
@@ -133,16 +224,18 @@ def work(names: Sequence[str], first: int, at: Path) -> None:
         first = 1
 
 
-def fail_each(case: Case | PackedCase, name: str, faults: Any, first: int, at: Path) -> dict[str, Any]:
+def fail_each(case: AnyCall, name: str, faults: Any, first: int, at: Path) -> dict[str, Any]:
     """Let allocation ``first`` of a call fail, then the next and so on; what came of it."""
     begin, end = (ctypes.c_size_t(a) for a in code_of_the_library())
     tensors = case.build()
+    given = Given(tensors)
     torch.set_num_threads(case.threads)
     expected = bits(run(case, tensors))
     wrong: list[str] = []
     kinds: Counter[str] = Counter()
     for n in itertools.count(first):
         at.write_text(f"{name} {n}")
+        given.restore()
         results, told = None, "no exception"
         faults.attn_ext_faults_begin(ctypes.c_int64(n), begin, end)
         try:
@@ -156,6 +249,9 @@ def fail_each(case: Case | PackedCase, name: str, faults: Any, first: int, at: P
             wrong.append(f"allocation {n}: another result and no exception")
         if not met:
             break
+        if results is None and given.changed():
+            wrong.append(f"allocation {n}: an exception, and {', '.join(given.changed())} changed")
+        given.restore()
         kinds[told] += 1
         if bits(run(case, tensors)) != expected:
             wrong.append(f"allocation {n}: the call after it gives another result")

@@ -5,6 +5,10 @@ see nothing in a part, or in any. The first part has the sinks. No visible score
 inf does not tell which keys have such a score, and one of -inf says that a row has seen none. Nor does NaN or
 Inf come from a sink, or to one as a gradient: the output of a row that sees its sink alone is 0 whatever that
 is, but a factor of it when it is merged.
+
+Gradients of the parts are rounded to their tensor's dtype before they are summed: so there is no mask
+narrower than the query, nor are there numbers that leave the range of float16 in one part and come back in
+another.
 """
 
 import random
@@ -14,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from cases import Case, draw_case
+from cases import Case, Plant, draw_case
 from check import Mismatch, differs, smaller_cases
 from program import heading
 from subjects import Results, run
@@ -40,16 +44,23 @@ class MergedCase:
     def valid(self) -> bool:
         """Whether parts can make the call."""
         whole = self.whole
-        finite = {"query": ("nan", "-6e4"), "key": ("nan", "-6e4"), "attn_mask": ("nan", "-6e4", "-inf")}
-        if whole.sinks:
-            finite |= dict.fromkeys(("grad_output", "grad_lse"), ("-6e4",))
         return (
             whole.valid
             and whole.op == "sdpa_with_lse"
             and "dropout_p" not in dict(whole.options)
             and whole.sinks not in ("plus_inf", "nan")
-            and all(plant.what in finite.get(plant.tensor, (plant.what,)) for plant in whole.plants)
+            and not (whole.mask_float32 and whole.dtype == "float64")
+            and all(map(self._may_hold, whole.plants))
         )
+
+    def _may_hold(self, plant: Plant) -> bool:
+        if plant.what == "-6e4":
+            return self.whole.dtype != "float16"
+        if plant.tensor in ("query", "key"):
+            return plant.what == "nan"
+        if plant.tensor == "attn_mask":
+            return plant.what in ("nan", "-inf")
+        return plant.tensor == "value" or not self.whole.sinks
 
     @property
     def bounds(self) -> list[tuple[int, int]]:

@@ -77,7 +77,7 @@ def _stored(rows: Tensor, factors: Tensor | None, dtype: torch.dtype) -> Tensor:
     return wide.to(dtype)
 
 
-def _bytes(t: Tensor) -> Tensor:
+def memory_of(t: Tensor) -> Tensor:
     """All memory that a tensor is a view of."""
     return torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage())
 
@@ -92,7 +92,7 @@ def _written_differs(case: PagedCase, tensors: Tensors, subject: str) -> Told | 
     slots = tensors["slot_mapping"].long()
     kept = slots >= 0
     place = slots[kept] // case.page, slots[kept] % case.page
-    before = {name: _bytes(tensors[f"{name}_pages"]).clone() for name in SIDES}
+    before = {name: memory_of(tensors[f"{name}_pages"]).clone() for name in SIDES}
     old = {name: tensors[f"{name}_pages"][place] for name in SIDES}
     if subject != "reference":
         write(case, tensors)
@@ -109,7 +109,7 @@ def _written_differs(case: PagedCase, tensors: Tensors, subject: str) -> Told | 
             told = f"{actual[tuple(differ)].item()}, expected {wanted[tuple(differ)].item()}"
             return f"{name}_pages", "written", f"slot {int(slots[kept][differ[0]])}: {told}"
         pages[place] = old[name]
-        if not torch.equal(_bytes(pages), before[name]):
+        if not torch.equal(memory_of(pages), before[name]):
             return f"{name}_pages", "written", "something outside of the slots has changed"
         pages[place] = actual
     return None
@@ -206,4 +206,4 @@ def _gradient_differs(case: PagedCase, tensors: Tensors) -> Told | None:
     return "grad.query", "gradient", "backward raises no exception"
 
 
-__all__ = ["check_paged", "run_paged", "write"]
+__all__ = ["check_paged", "memory_of", "run_paged", "write"]

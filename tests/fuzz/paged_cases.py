@@ -63,7 +63,7 @@ class PagedCase:
     gqa: bool = False
     d: int = 4
     dv: int = 4
-    layouts: tuple[tuple[str, str], ...] = ()  # of query, key_pages and value_pages
+    layouts: tuple[tuple[str, str], ...] = ()  # of query, key and value, and of their pages
     key_scale: str = ""  # of "one", "row", or "head"
     value_scale: str = ""
     factor: float = 0.05  # about what the scales are
@@ -166,7 +166,10 @@ class PagedCase:
     def valid(self) -> bool:
         """Whether the parts fit together."""
         shapes = self.shapes()
-        fits = layout_fits(dict(self.layouts).get("query", "offset"), shapes["query"])
+        fits = all(
+            layout in PAGE_LAYOUTS if name.endswith("pages") else layout_fits(layout, shapes[name])
+            for name, layout in self.layouts
+        )
         holds = {"", self.dtype, *STORED[self.dtype]}
         rows = self.rows_dtype or self.dtype
         return (
@@ -236,8 +239,8 @@ class PagedCase:
         lines += [f"{name}.view(-1)[{p.index(count)}] = {p.what}" for p in plants]
         if name == "query" and self.before + self.around[1] and self.starts:
             lines.append(f"query[{[*range(self.before), *range(shape[0] - self.around[1], shape[0])]}] = nan")
-        layout = dict(self.layouts).get("query") if name == "query" else None
-        return [*lines, "t = query", f"query = {LAYOUTS[layout]}"] if layout else lines
+        layout = dict(self.layouts).get(name)
+        return [*lines, f"t = {name}", f"{name} = {LAYOUTS[layout]}"] if layout else lines
 
     def _pages(self, name: str) -> list[str]:
         """Rows of no sequence hold NaN, or the largest number."""
@@ -374,9 +377,10 @@ def _draw(draw: random.Random) -> PagedCase:
     )  # fmt: skip
     layouts = []
     if draw.random() < 0.4:
-        choices = {"query": LAYOUTS, "key_pages": PAGE_LAYOUTS, "value_pages": PAGE_LAYOUTS}
-        for name, layout in ((name, draw.choice(tuple(of))) for name, of in choices.items()):
-            if draw.random() < 0.6 and (name != "query" or layout_fits(layout, case.shapes()[name])):
+        for name in ("query", "key", "value", "key_pages", "value_pages"):
+            layout = draw.choice(tuple(PAGE_LAYOUTS if name.endswith("pages") else LAYOUTS))
+            fits = name.endswith("pages") or layout_fits(layout, case.shapes()[name])
+            if fits and draw.random() < 0.5:
                 layouts.append((name, layout))
     return replace(case, layouts=tuple(layouts))
 
