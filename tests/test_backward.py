@@ -170,6 +170,17 @@ def test_no_keys_give_zero_query_gradients(device):
     assert (query.grad == 0).all() and empty.grad.shape == empty.shape
 
 
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(1, 0), (4, 0)], ids=str)
+def test_a_mask_of_no_keys_is_not_read(shape, kind, device):
+    """It has no memory. The sink sees each of the four rows."""
+    query, empty = torch.randn(1, 4, 8, device=device), torch.randn(1, 0, 8, device=device)
+    sinks = torch.zeros(1, device=device, requires_grad=True)
+    mask = torch.ones(1, device=device, dtype=kind).expand(shape)
+    _, lse = attn_ext.sdpa_with_lse(query, empty, empty, mask, sinks=sinks)
+    assert torch.autograd.grad(lse.sum(), sinks)[0] == 4
+
+
 # NaN and Inf
 
 

@@ -12,7 +12,7 @@ FAULTS = Path(__file__).parent / "fuzz" / "faults.py"
 QUICK = ("few_rows/plain/sdpa*", "few_keys/careful*/sdpa*", "tiles/bias/sdpa", "tiles/careful_threads/*")
 QUICK += ("*/threads/sdpa", "*/dropout/sdpa", "*/transposed/sdpa", "*/broadcast/sdpa", "split/careful/*")
 QUICK += ("packed/plain", "packed/holes/forward", "paged/decode", "paged/int8", "paged/careful")
-QUICK += ("cache_write/plain", "cache_write/skipped", "merge/plain")
+QUICK += ("cache_write/*", "merge/plain")
 # The composition allocates hundreds of times in a call, and every time is a call and one to compare with.
 COMPOSITION = ("few_rows/plain/sdpa", "packed/short/forward", "paged/short")
 

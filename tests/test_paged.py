@@ -105,6 +105,16 @@ def test_the_reference_and_the_bits_of_contiguous_keys(lengths, options, page, d
     assert torch.equal(attn_ext.sdpa_paged(*arguments, **options), actual[0])
 
 
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8], ids=str)
+def test_float32_sinks_are_not_rounded_to_the_query(stored, device):
+    cache = Cache([(1, 0)], 4, torch.bfloat16, stored=stored, device=device)
+    query, starts = queries([(1, 0)], torch.bfloat16, device=device)
+    sinks = torch.tensor([150.57, 0.1, -0.3, 1e-3], device=device)
+    arguments = (query, *cache.pages, cache.table, cache.lengths, starts)
+    lse = attn_ext.sdpa_paged_with_lse(*arguments, enable_gqa=True, sinks=sinks)[1]
+    torch.testing.assert_close(lse.flatten(), sinks, rtol=1e-6, atol=0)
+
+
 def test_without_starts_each_row_is_a_sequence(device):
     lengths = [(1, 40), (1, 3), (1, 0)]
     cache = Cache(lengths, 16, torch.float32, device=device).write()
@@ -266,6 +276,24 @@ def test_write_puts_rows_in_their_slots_and_nowhere_else(dtype, device):
     assert attn_ext.cache_write_(*pages, key, value, slots) is None
     assert all(map(torch.equal, pages, expected))
     assert all(p._version > v for p, v in zip(pages, versions, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["none", "one", "head", "row"])
+@pytest.mark.parametrize("stored", [torch.bfloat16, *STORED], ids=str)
+def test_write_on_devices_without_a_kernel_of_its_own(stored, kind):
+    """The composition, which they dispatch to, on the CPU's tensors: the same bits, slots of none and all."""
+    caches = [Cache([(1, 20), (1, 3)], 4, torch.float32, stored=stored) for _ in range(2)]
+    first, other = caches
+    other.pages = [p.clone() for p in first.pages]
+    scale = {} if kind == "none" else {n: scale_of(kind, first, "cpu") for n in ("key_scale", "value_scale")}
+    slots = first.slots()
+    slots[[2, 7]] = -1
+    attn_ext.cache_write_(*first.pages, first.key, first.value, slots, **scale)
+    composed = torch.ops.attn_ext.cache_write_.default._op_dk
+    scales = (scale.get("key_scale"), scale.get("value_scale"))
+    composed(torch._C.DispatchKey.XPU, *other.pages, first.key, first.value, slots, *scales)
+    for a, b in zip(first.pages, other.pages, strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def test_write_keeps_numbers_within_the_type(device):

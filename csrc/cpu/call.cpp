@@ -37,7 +37,7 @@ ScoreRule rule_of(const SdpaArgs& args, const CallSizes& sizes, Views& views) {
   rule.query_offset = clamp_distance(args.query_offset);
   rule.window_left = window_of(args.window_left);
   rule.window_right = args.is_causal ? 0 : window_of(args.window_right);
-  if (args.attn_mask.defined()) {
+  if (args.attn_mask.defined() && args.attn_mask.numel() > 0) {  // else there is nothing to be asked
     rule.mask_kind = kind_of(args.attn_mask.scalar_type());
     rule.mask = views.matrix(args.attn_mask);
   }

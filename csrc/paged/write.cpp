@@ -3,6 +3,7 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/TensorIndexing.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/library.h>
@@ -101,7 +102,7 @@ bool check_slots(const WriteCall& call, const Integers& slots) {
   return skips;
 }
 
-/// On any device.
+/// On other devices.
 void write_aten(const WriteCall& call) {
   check_write(call);
   const bool skips = check_slots(call, Integers(call.slot_mapping));
@@ -121,12 +122,30 @@ void write_aten(const WriteCall& call) {
   value_pages.index_put_({page, row}, value);
 }
 
-/// Row by row; `rows` are of the dtype of `pages`.
-void copy_rows(const at::Tensor& pages, const at::Tensor& rows, const Integers& slots) {
-  const at::Tensor from = rows.stride(2) == 1 || rows.size(2) <= 1 ? rows : rows.contiguous();
+/// As factors_of, of the rows that have a slot; 1 for the others.
+at::Tensor factors_of_slots(const at::Tensor& scale, const Integers& slots, int64_t count) {
+  if (!scale.defined() || scale.dim() != 4) {
+    return factors_of(scale, {}, {});
+  }
+  const int64_t page_rows = scale.size(1), heads = scale.size(2);
+  at::Tensor factors = at::empty({count, heads, 1}, scale.options());
+  const float* from = scale.const_data_ptr<float>();
+  float* to = factors.mutable_data_ptr<float>();
+  for (int64_t t = 0; t < count; ++t) {
+    const int64_t page = slots[t] / page_rows, row = slots[t] % page_rows;
+    for (int64_t h = 0; h < heads; ++h) {
+      const int64_t place = page * scale.stride(0) + row * scale.stride(1) + h * scale.stride(2);
+      *to++ = slots[t] < 0 ? 1.0f : from[place];
+    }
+  }
+  return factors;
+}
+
+/// Row by row; `rows` are of the dtype of `pages`, the features of a head side by side.
+void copy_rows(const at::Tensor& pages, const at::Tensor& rows, const Integers& slots) noexcept {
   const auto bytes = static_cast<int64_t>(pages.element_size());
   char* to_data = static_cast<char*>(pages.mutable_data_ptr());
-  const char* from_data = static_cast<const char*>(from.const_data_ptr());
+  const char* from_data = static_cast<const char*>(rows.const_data_ptr());
   const int64_t page_rows = pages.size(1), heads = pages.size(2), width = pages.size(3) * bytes;
   for (int64_t t = 0; t < rows.size(0); ++t) {
     if (slots[t] < 0) {
@@ -136,23 +155,28 @@ void copy_rows(const at::Tensor& pages, const at::Tensor& rows, const Integers& 
     char* to = to_data + (page * pages.stride(0) + row * pages.stride(1)) * bytes;
     for (int64_t h = 0; h < heads; ++h) {
       std::memmove(to + h * pages.stride(2) * bytes,
-                   from_data + (t * from.stride(0) + h * from.stride(1)) * bytes, static_cast<size_t>(width));
+                   from_data + (t * rows.stride(0) + h * rows.stride(1)) * bytes, static_cast<size_t>(width));
     }
   }
 }
 
+/// All that may fail comes before the first row is written.
 void write_cpu(const WriteCall& call) {
-  const auto stored = call.key_pages.scalar_type();
-  const bool as_they_are = call.key.scalar_type() == stored && call.value.scalar_type() == stored &&
-                           !call.key_scale.defined() && !call.value_scale.defined();
-  if (!as_they_are) {
-    return write_aten(call);
-  }
   check_write(call);
   const Integers slots(call.slot_mapping);
   check_slots(call, slots);
-  copy_rows(call.key_pages, call.key, slots);
-  copy_rows(call.value_pages, call.value, slots);
+  const auto new_rows = [&](const at::Tensor& pages, const at::Tensor& rows, const at::Tensor& scale) {
+    const at::Tensor factors = factors_of_slots(scale, slots, rows.size(0));
+    const at::Tensor stored = as_stored(rows, factors, pages.scalar_type());
+    return stored.stride(2) == 1 || stored.size(2) <= 1 ? stored : stored.contiguous();
+  };
+  const at::Tensor key = new_rows(call.key_pages, call.key, call.key_scale);
+  const at::Tensor value = new_rows(call.value_pages, call.value, call.value_scale);
+  for (const at::Tensor& pages : {call.key_pages, call.value_pages}) {
+    pages.mutable_data_ptr();  // a lazy clone gets memory of its own
+  }
+  copy_rows(call.key_pages, key, slots);
+  copy_rows(call.value_pages, value, slots);
 }
 
 /// Autograd counts who writes to a tensor that others may have saved.
