@@ -106,13 +106,14 @@ def test_the_reference_and_the_bits_of_contiguous_keys(lengths, options, page, d
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8], ids=str)
-def test_float32_sinks_are_not_rounded_to_the_query(stored, device):
+def test_sinks_are_not_rounded(stored, device):
     cache = Cache([(1, 0)], 4, torch.bfloat16, stored=stored, device=device)
     query, starts = queries([(1, 0)], torch.bfloat16, device=device)
     sinks = torch.tensor([150.57, 0.1, -0.3, 1e-3], device=device)
     arguments = (query, *cache.pages, cache.table, cache.lengths, starts)
-    lse = attn_ext.sdpa_paged_with_lse(*arguments, enable_gqa=True, sinks=sinks)[1]
-    torch.testing.assert_close(lse.flatten(), sinks, rtol=1e-6, atol=0)
+    for given in (sinks, sinks.bfloat16()):
+        lse = attn_ext.sdpa_paged_with_lse(*arguments, enable_gqa=True, sinks=given)[1]
+        torch.testing.assert_close(lse.flatten(), given.float(), rtol=1e-6, atol=0)
 
 
 def test_without_starts_each_row_is_a_sequence(device):

@@ -49,6 +49,7 @@ SdpaOutputs paged_aten(const PagedCall& call) {
     one.query = all.query.narrow(-2, sequence.query_begin, sequence.query_len).to(working);
     one.key = gather(call.key_pages, call.key_scale, places, sequence.key_len, working);
     one.value = gather(call.value_pages, call.value_scale, places, sequence.key_len, working);
+    one.sinks = call.sinks.defined() ? call.sinks.to(accumulation_dtype(dtype)) : call.sinks;
     one.query_offset = sequence.query_offset;
     const SdpaOutputs outputs = forward_aten(one, {});
     output.add(outputs.output.to(dtype), sequence.query_begin, sequence.query_len);
