@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 
-import attn_ext  # noqa: F401  (loads the operators)
+import attn_ext
 from attn_ext import reference
 from attn_ext.testing import (
     CASES,

@@ -290,9 +290,9 @@ def test_write_on_devices_without_a_kernel_of_its_own(stored, kind):
     slots = first.slots()
     slots[[2, 7]] = -1
     attn_ext.cache_write_(*first.pages, first.key, first.value, slots, **scale)
-    composed = torch.ops.attn_ext.cache_write_.default._op_dk
-    scales = (scale.get("key_scale"), scale.get("value_scale"))
-    composed(torch._C.DispatchKey.XPU, *other.pages, first.key, first.value, slots, *scales)
+    other_device = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    composed = torch.ops.attn_ext.cache_write_.default.redispatch
+    composed(other_device, *other.pages, first.key, first.value, slots, **scale)
     for a, b in zip(first.pages, other.pages, strict=True):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
