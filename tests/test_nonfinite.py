@@ -184,6 +184,23 @@ def test_a_row_without_key_and_sink_gives_nothing_of_its_lse(module, rows, given
         assert got is None or got.isfinite().all(), name
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 3), (15, 2), (20, 40), (70, 70), (3, 300)], ids=str)
+def test_a_bias_under_a_negative_scale_hides_no_score_of_minus_infinity(shape, dtype):
+    """NaN of the value whose weight is 0 reaches query, and finite gradients are those of the formulas."""
+    rows, keys = shape
+    torch.manual_seed(0)
+    query, key, value = torch.rand(rows, 4) + 0.1, torch.randn(keys, 4), torch.randn(keys, 3)
+    key[0, 0], value[0, 0] = INF, NAN
+    bias, grad = torch.randn(rows, keys), torch.randn(rows, 3)
+    tensors, grad = [t.to(dtype) for t in (query, key, value)], grad.to(dtype)
+    actual = run(attn_ext.sdpa, tensors, grad, attn_mask=bias.to(dtype), scale=-1.0)
+    expected = run(reference.sdpa, tensors, grad, attn_mask=bias.to(dtype), scale=-1.0)
+    assert actual[1].isnan().all()
+    for a, e in zip(actual, expected, strict=True):
+        assert torch.equal(a.isfinite(), e.isfinite())
+
+
 @pytest.mark.parametrize("where", ["query", "value", "grad_output", "grad_lse"])
 @pytest.mark.parametrize("shape", [(1, 3), (3, 5), (3, 300), (20, 40), (200, 9)], ids=str)
 @pytest.mark.parametrize("module", [attn_ext, reference], ids=["attn_ext", "reference"])

@@ -294,9 +294,10 @@ void FewKeysUnit<S>::finish_rows(int64_t first, int64_t count) {
       rule.mask_kind != ScalarKind::kNone && (is_biased(rule) || rule.mask.column_stride != 0);
   const int64_t vectors = stride_ / S::kLane;
   const T* lse = lse_rows<S>(params_, unit_.batch, head_) + first;
-  // Only a bias scales the scores that it meets.
-  const bool special = full_ || !wants_grads_ || vectors > kPlainVectors ||
-                       (units_.scale_first && !is_biased(rule)) || (by_key && rule.mask.column_stride != 1);
+  // Only a bias scales the scores that it meets; a negative scale makes low scores of the high ones.
+  const bool scaled = units_.scale_first && (!is_biased(rule) || units_.scale < 0);
+  const bool special =
+      full_ || !wants_grads_ || vectors > kPlainVectors || scaled || (by_key && rule.mask.column_stride != 1);
   for (int64_t begin = 0; begin < count; begin += kFewKeysBand) {
     const int64_t end = smaller(count, begin + kFewKeysBand);
     if (special || any_far(lse + begin, end - begin)) {
