@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -353,6 +354,19 @@ def test_a_process_that_dies_is_found_and_shrunk():
     assert told and "Fatal Python error: Aborted" in done.stdout, done.stdout
     case = re.search(r"^# (Case\(.*\))$", done.stdout, re.M)
     assert case and "('is_causal', True)" in case[1]
+
+
+def test_what_is_found_is_printed_at_once_and_an_interrupt_says_what_was_tried():
+    capability = attn_ext.cpu_capability()
+    endless = ("--capability", capability, "--plant", "is_causal", "--no-shrink", "--max-found", "1000")
+    command = [sys.executable, str(FUZZ / "fuzz.py"), *endless, "--seconds", "300"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert next(line for line in process.stdout if line.startswith(f"==== {capability}, case 0/"))
+        process.send_signal(signal.SIGTERM)
+        rest, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert re.search(rf"^{capability}: \d+ cases, [1-9]\d* mismatches, interrupted$", rest, re.M), rest
 
 
 def test_a_case_is_printed_as_a_program_that_runs(tools):

@@ -108,8 +108,7 @@ void softmax_by_lse(const Problem& problem, const at::Tensor& scores, const at::
   chunk.weights = chunk.only_partaking(chunk.weights);
   chunk.lse = given;
   if (problem.sinks.defined()) {
-    const at::Tensor shares = at::exp(problem.sinks.unsqueeze(-1) - lse);
-    chunk.sink_weights = at::where(given == -kInfinity, 0.0, shares).to(problem.accumulator);
+    chunk.sink_weights = at::exp(problem.sinks.unsqueeze(-1) - lse).to(problem.accumulator);
   }
 }
 

@@ -41,19 +41,26 @@ class Mismatch:
 
 def check(case: Case, subject: str) -> Mismatch | None:
     """The first mismatch of a case, None where all is well."""
+    return check_as(case, case, subject, run)
+
+
+def check_as(
+    whole: Case, case: Any, subject: str, run_case: Callable[[Any, Tensors, str], Results]
+) -> Mismatch | None:
+    """The first mismatch of a case whose results, by ``run_case``, have to be those of ``whole``."""
     tensors = case.build()
     torch.set_num_threads(case.threads)
     try:
-        actual = run(case, tensors, subject)
+        actual = run_case(case, tensors, subject)
     except Exception:
         return Mismatch(case, "", "exception", traceback.format_exc(limit=-2))
     finally:
         torch.set_num_threads(1)
-    found = differs(case, tensors, actual, subject)
+    found = _differs(whole, tensors, actual, subject)
     return Mismatch(case, *found) if found else None
 
 
-def differs(case: Case, tensors: Tensors, actual: Results, subject: str) -> tuple[str, str, str] | None:
+def _differs(case: Case, tensors: Tensors, actual: Results, subject: str) -> tuple[str, str, str] | None:
     """The first result that differs, in which kind, and what is told of it."""
     every = expected(case, tensors, dropout_seed(case))
     # Beside a score of +inf torch.logsumexp, of which the reference is made, gives those of -inf no NaN.
@@ -227,4 +234,4 @@ def minimise(found: Mismatch, again: Callable[[Any], Mismatch | None], tries: in
     return found
 
 
-__all__ = ["Mismatch", "Results", "check", "compare", "differs", "minimise", "smaller_cases"]
+__all__ = ["Mismatch", "Results", "check", "check_as", "compare", "minimise", "smaller_cases"]

@@ -8,8 +8,10 @@
 
 Each instruction set runs in a process of its own (``--capability reference`` holds the package's reference
 against the same formulas). A case is named SEED/NUMBER and is the same for ever. What differs is shrunk to
-the simplest case that still fails and printed as a program; a process that dies or hangs is such a case too.
-The exit status is 1 if anything differed. What counts as different is written in ``check.py``, ``oracle.py``.
+the simplest case that still fails and printed as a program, at once; a process that dies or hangs is such a
+case too. An interrupt (Ctrl-C, SIGTERM) ends the run and says what was tried until then. The exit status is
+1 if anything differed, 130 after an interrupt. What counts as different is written in ``check.py``,
+``oracle.py``.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import faulthandler
 import json
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -174,11 +177,11 @@ class Run:
         self._take()
         if self.done:
             return
-        self.tried += self.position()[1]
+        self._count()
         told = f"hangs for {HANG_SECONDS} s" if hangs else f"process ended with {self.process.returncode}"
         told += ": " + " | ".join(line.strip() for line in self.errors[:12])
         crash = Mismatch(drawn(self.options, number), "", "crash", told)
-        self.found.append((number, self._shrink_crash(crash) if self.options.shrink else crash))
+        self._note(number, self._shrink_crash(crash) if self.options.shrink else crash)
         self.start(number + 1, max(self.until - time.monotonic(), 1.0))
 
     def _take(self) -> None:
@@ -193,11 +196,32 @@ class Run:
                 continue
             if "done" in message:
                 self.done = True
-                self.tried += self.position()[1]
+                self._count()
                 return
             case = read_case(message["case"])
             found = Mismatch(case, message["result"], message["kind"], message["told"])
-            self.found.append((message["number"], found))
+            self._note(message["number"], found)
+
+    def _count(self) -> None:
+        self.tried += self.position()[1]
+
+    def _note(self, number: int, found: Mismatch) -> None:
+        self.found.append((number, found))
+        print(f"\n==== {self.capability}, case {self.options.seed}/{number}: {found.kind} {found.result}")
+        print(f"# {found.case}")
+        told = f"{found.kind}: {found.told}".replace("\n", "\n# ")
+        print(found.case.snippet(found.result or "call", self.capability, told), flush=True)
+
+    def stop(self, why: str) -> None:
+        """End the process where it is."""
+        self.process.kill()
+        self._count()
+        self.done = True
+        self.summarise(f", {why}")
+
+    def summarise(self, why: str = "") -> None:
+        """Print what was tried."""
+        print(f"{self.capability}: {self.tried} cases, {len(self.found)} mismatches{why}", flush=True)
 
     def _shrink_crash(self, crash: Mismatch) -> Mismatch:
         hangs = crash.told.startswith("hangs")
@@ -249,28 +273,33 @@ def progress(total: int, unit: str) -> Any:
 
 def fuzz(options: argparse.Namespace) -> dict[str, list[tuple[int, Mismatch]]]:
     """Run all instruction sets, ``--jobs`` at a time; what each found, in order."""
-    waiting, running, results = list(options.capability), [], {}
+    waiting: list[str] = list(options.capability)
+    running: list[Run] = []
+    results: dict[str, Run] = {}
     rounds = -(-len(waiting) // options.jobs)
     with tempfile.TemporaryDirectory() as folder, progress(0, " cases") as bar:
-        while waiting or running:
-            while waiting and len(running) < options.jobs:
-                run = Run(waiting.pop(0), options, Path(folder) / str(len(waiting)))
-                run.start(options.first, options.seconds / rounds)
-                running.append(run)
+        try:
+            while waiting or running:
+                while waiting and len(running) < options.jobs:
+                    run = Run(waiting.pop(0), options, Path(folder) / str(len(waiting)))
+                    run.start(options.first, options.seconds / rounds)
+                    running.append(run)
+                    results[run.capability] = run
+                for run in running:
+                    run.look()
+                    if run.done:
+                        run.summarise()
+                    elif len(run.found) >= options.max_found:
+                        run.stop("and no more were looked for")
+                running = [run for run in running if not run.done]
+                if bar is not None:
+                    bar.n = sum(r.tried or r.position()[1] for r in results.values())
+                    bar.set_postfix(mismatches=sum(len(r.found) for r in results.values()), refresh=True)
+                time.sleep(0.1)
+        except KeyboardInterrupt:
             for run in running:
-                run.look()
-                results[run.capability] = run
-                if len(run.found) >= options.max_found:
-                    run.process.kill()
-                    run.tried += run.position()[1]
-                    run.done = True
-            running = [run for run in running if not run.done]
-            if bar is not None:
-                bar.n = sum(r.tried or r.position()[1] for r in results.values())
-                bar.set_postfix(mismatches=sum(len(r.found) for r in results.values()), refresh=True)
-            time.sleep(0.1)
-    for name, run in results.items():
-        print(f"{name}: {run.tried} cases, {len(run.found)} mismatches", flush=True)
+                run.stop("interrupted")
+            raise
     return {name: run.found for name, run in results.items()}
 
 
@@ -312,19 +341,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def report(results: dict[str, list[tuple[int, Mismatch]]], seed: int) -> bool:
-    """Print every mismatch; whether there was any."""
-    for capability, found in results.items():
-        for number, mismatch in found:
-            print(f"\n==== {capability}, case {seed}/{number}: {mismatch.kind} {mismatch.result}")
-            print(f"# {mismatch.case}")
-            told = f"{mismatch.kind}: {mismatch.told}".replace("\n", "\n# ")
-            print(mismatch.case.snippet(mismatch.result or "call", capability, told), flush=True)
-    return any(results.values())
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 1 if anything differed."""
+    """The exit status."""
     options = parse(arguments)
     if options.worker:
         work(options)
@@ -334,7 +352,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.seed, options.first, options.cases = seed, number, 1
         case = drawn(options, number)
         print(f"# {case}\n{case.snippet()}")
-    return int(report(fuzz(options), options.seed))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return int(any(fuzz(options).values()))
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

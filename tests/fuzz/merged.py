@@ -12,14 +12,12 @@ another.
 """
 
 import random
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from cases import Case, Plant, draw_case
-from check import Mismatch, differs, smaller_cases
+from check import Mismatch, check_as, smaller_cases
 from program import heading
 from subjects import Results, run
 from torch import Tensor
@@ -175,16 +173,7 @@ def run_merged(case: MergedCase, tensors: dict[str, Tensor], subject: str) -> Re
 
 def check_merged(case: MergedCase, subject: str) -> Mismatch | None:
     """The first mismatch of a case, None where all is well."""
-    tensors = case.build()
-    torch.set_num_threads(case.threads)
-    try:
-        actual = run_merged(case, tensors, subject)
-    except Exception:
-        return Mismatch(case, "", "exception", traceback.format_exc(limit=-2))
-    finally:
-        torch.set_num_threads(1)
-    found = differs(case.whole, tensors, actual, subject)
-    return Mismatch(case, *found) if found else None
+    return check_as(case.whole, case, subject, run_merged)
 
 
 def draw_merged_case(seed: int, number: int) -> MergedCase:
