@@ -53,7 +53,7 @@ class CMakeBuild(build_ext):
             [cmake, "-S", ROOT, "-B", build, "-G", "Ninja"],
             [f"-DCMAKE_MAKE_PROGRAM={backend.find_tool('ninja')}"],
             ["-DATTN_EXT_PYTHON=ON", f"-DPython_EXECUTABLE={sys.executable}"],
-            [f"-DATTN_EXT_TORCH_DIR={build_folder.torch_link(str(build), torch.directory)}"],
+            [f"-DATTN_EXT_TORCH_DIR={torch.directory}"],
             [f"-DATTN_EXT_TORCH_RPATH={Path(torch.directory, 'lib') if in_place else beside_torch}"],
             [f"-DATTN_EXT_TORCH_JOBS={'' if jobs_are_given else limits.torch}"],
             [f"-DATTN_EXT_WERROR={os.environ.get('ATTN_EXT_WERROR', 'OFF')}"],

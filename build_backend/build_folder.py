@@ -53,16 +53,6 @@ def key(torch):
     return f"{sys.implementation.cache_tag}-torch-{torch_name}-{digest}"
 
 
-def torch_link(folder, torch_directory):
-    """A link to torch in the build folder: compile commands stay the same wherever the same torch lies."""
-    link = os.path.join(folder, "torch")
-    if os.path.realpath(link) != os.path.realpath(torch_directory):
-        if os.path.lexists(link):
-            os.remove(link)
-        os.symlink(os.path.realpath(torch_directory), link)
-    return link
-
-
 @contextlib.contextmanager
 def locked(folder):
     """Makes a build folder and keeps other builds out of it: two scripts may be started at once."""

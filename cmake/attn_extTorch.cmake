@@ -5,7 +5,7 @@
 
 # attn_ext_find_torch(fallbacks...): looks in ATTN_EXT_TORCH_DIR, or, where that is not set, beside the
 # TorchConfig.cmake that CMAKE_PREFIX_PATH or Torch_DIR leads to, in the fallbacks, and in the python3 on PATH.
-# Sets ATTN_EXT_TORCH_DIR and ATTN_EXT_TORCH_VERSION.
+# Sets ATTN_EXT_TORCH_DIR and ATTN_EXT_TORCH_VERSION. Where ATTN_EXT_TORCH_LINK is set, torch is named by a link there.
 function(attn_ext_find_torch)
   set(candidates "${ATTN_EXT_TORCH_DIR}")
   if(NOT ATTN_EXT_TORCH_DIR)
@@ -32,6 +32,14 @@ function(attn_ext_find_torch)
     list(JOIN candidates ", " looked)
     message(FATAL_ERROR "attn_ext found no torch (looked in: ${looked}): pass -DATTN_EXT_TORCH_DIR=<the folder "
                         "with torch's include/ and lib/>, or -DCMAKE_PREFIX_PATH=<torch.utils.cmake_prefix_path>.")
+  endif()
+  if(ATTN_EXT_TORCH_LINK)
+    get_filename_component(real "${dir}" REALPATH)
+    get_filename_component(linked "${ATTN_EXT_TORCH_LINK}" REALPATH)
+    if(NOT linked STREQUAL real)
+      file(CREATE_LINK "${real}" "${ATTN_EXT_TORCH_LINK}" SYMBOLIC)
+    endif()
+    set(dir "${ATTN_EXT_TORCH_LINK}")
   endif()
   file(STRINGS "${version_header}" lines REGEX "define TORCH_VERSION_(MAJOR|MINOR|PATCH) [0-9]+")
   string(REGEX MATCHALL "[0-9]+" numbers "${lines}")

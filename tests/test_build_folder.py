@@ -18,6 +18,9 @@ CMAKE_LISTS = """
 cmake_minimum_required(VERSION 3.22)
 project(small LANGUAGES CXX)
 include(cmake/compile_commands.cmake)
+include(cmake/attn_extTorch.cmake)
+set(ATTN_EXT_TORCH_LINK "${CMAKE_CURRENT_BINARY_DIR}/torch")
+attn_ext_find_torch()
 add_library(small SHARED one.cpp two.cpp)
 target_include_directories(small PRIVATE "${ATTN_EXT_TORCH_DIR}/include")
 set_target_properties(small PROPERTIES INSTALL_RPATH "${ATTN_EXT_TORCH_RPATH}")
@@ -66,6 +69,11 @@ class SmallProject:
         torch = self.scratch / name / "torch"
         (torch / "include" / "torch").mkdir(parents=True)
         (torch / "include" / "torch" / "small.h").touch()
+        numbers = zip(("MAJOR", "MINOR", "PATCH"), version.split("."), strict=True)
+        (torch / "include" / "torch" / "headeronly").mkdir()
+        (torch / "include" / "torch" / "headeronly" / "version.h").write_text(
+            "".join(f"#define TORCH_VERSION_{name} {number}\n" for name, number in numbers)
+        )
         (torch / "version.py").write_text(f"__version__ = '{version}'\n")
         return torch
 
