@@ -224,6 +224,20 @@ def test_a_sink_of_minus_inf_takes_no_gradient_of_what_is_not_a_number(module, s
         assert got[0] == 0 and got[1].isnan(), (name, got)
 
 
+@pytest.mark.parametrize("value_dim", [0, 1])
+@pytest.mark.parametrize("shape", [(1, 3), (1, 129), (20, 40), (16, 700), (100, 1500)], ids=str)
+def test_an_infinite_score_reaches_its_sink_from_values_of_no_dim_and_from_lse_alone(shape, value_dim):
+    """The weights are NaN then, and so is their sum with gradients that are 0, or of nothing."""
+    rows, keys = shape
+    query, key, value = torch.randn(1, rows, 4), torch.randn(1, keys, 4), torch.randn(1, keys, value_dim)
+    bias, sinks = torch.randn(rows, keys), torch.tensor([-3000.0], requires_grad=True)
+    bias[0, 0] = INF
+    output, lse = attn_ext.sdpa_with_lse(query, key, value, bias, sinks=sinks)
+    for result in (output, lse):
+        (grad,) = torch.autograd.grad(result.sum(), sinks, retain_graph=True)
+        assert grad.isnan()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(3, 5), (20, 40), (20, 300)], ids=str)
 def test_without_a_head_dim_all_keys_weigh_the_same(shape, dtype):

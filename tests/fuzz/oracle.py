@@ -17,12 +17,13 @@ the errors allowed are a small multiple (``SLACK``) of ::
     output  (p + w W) |V|        dV  sums of (p + w W) |dO|
     dS      (p + (w + u (Dv + Lk)) P) T + P sum p |dP|, and dQ, dK, bias, sinks as sums of that
 
-plus each result's own last bit: weights and dS may be rounded to the dtype once, as every fused kernel does.
+plus each result's own last bit: weights and dS may be rounded to the dtype once, as every fused kernel does,
+and sum P dP may be made of the output, which is 0 where the dtype has no number so small.
 What exceeds that is held against the contract itself: twice the error of ``attn_ext.reference`` computed in
 the case's dtype (``fuzz.py``).
 
-The gradient of query is scaled last: where the sum of |dS| |K| leaves the range that it is summed in, any
-number will do, however small a scale would bring it back (docs/reliability.md).
+The gradients of query and key are scaled last: where the sum of |dS| |K|, or of |dS| |Q|, leaves the range
+that it is summed in, any number will do, however small a scale would bring it back (docs/reliability.md).
 """
 
 import math
@@ -99,6 +100,7 @@ class _Oracle:
         dtype = DTYPES[case.dtype]
         self.unit = 2.0**-53 if dtype == torch.float64 else 2.0**-24
         self.rounding = torch.finfo(dtype).eps / 2
+        self.smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
         self.tiny = 1e-300 if dtype == torch.float64 else 1e-36
         summed = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
         self.least, self.most = summed.tiny, summed.max
@@ -279,6 +281,8 @@ class _Oracle:
         weights = _finite(p)
         row_size = (weights * size).sum(-1, keepdim=True)
         row_error = (self.weight_error * size).sum(-1, keepdim=True)
+        if d_out is not None:
+            row_error = row_error + self.smallest * _finite(d_out).abs().sum(-1, keepdim=True)
         summed = size + row_size
         if d_lse is not None:
             d_scores = d_scores + p * d_lse.unsqueeze(-1)
@@ -307,12 +311,14 @@ class _Oracle:
                 max=1.0
             )
             d_scores = torch.where(visible, d_scores, 0.0)
-        grads["query"] = self.scale * _sum_visible(d_scores, self.key, visible, "keys")
-        keys = _finite(self.key).abs()
-        unscaled = (_finite(d_scores).abs() + terms) @ keys
-        sizes["query"] = torch.where(unscaled < self.most, abs(self.scale) * (terms @ keys), math.inf)
-        grads["key"] = self.scale * _sum_visible(d_scores, self.query, visible, "rows")
-        sizes["key"] = abs(self.scale) * (terms.mT @ _finite(self.query).abs())
+        for name, other, over, left in (
+            ("query", self.key, "keys", lambda t: t),
+            ("key", self.query, "rows", lambda t: t.mT),
+        ):
+            grads[name] = self.scale * _sum_visible(d_scores, other, visible, over)
+            size = _finite(other).abs()
+            unscaled = left(_finite(d_scores).abs() + terms) @ size
+            sizes[name] = torch.where(unscaled < self.most, abs(self.scale) * (left(terms) @ size), math.inf)
         return grads, sizes
 
     # Results

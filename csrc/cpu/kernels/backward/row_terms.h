@@ -210,6 +210,8 @@ void set_row_terms(const BackwardParams& params, const RowTerms<S>& terms, int64
     const bool live = r < count && !is_dead(params.rule, batch, head, first + r, lse[r]);
     terms.lse[r] = live ? log2_lse<T>(lse[r]) : kInfinity<T>;
     terms.delta[r] = live && from_output ? dot_of_row(grad, output, r) : 0;
+    // All weights of the row are NaN then, and their sum with whatever meets them: also where nothing does.
+    if (live && terms.lse[r] != terms.lse[r]) terms.delta[r] = terms.lse[r];
     if (live && given != nullptr) terms.delta[r] = given[first + r];
     if (!(terms.delta[r] - terms.delta[r] == 0)) {
       *terms.may_have_bad_grads = 1;
