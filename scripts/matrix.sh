@@ -6,6 +6,7 @@
 #   bash scripts/matrix.sh [PATTERN]   only the rows whose names match the extended regular expression; the others
 #                                      stay as they were written last
 #   KERNEL_SETS    of the instruction sets, those of the kernel tests; default: all
+#   KERNEL_SHARE   n: every n-th case of the kernel tests, others on each set; default: 1, all of them
 #   ROW_SECONDS    how long a row may take; default: 3600
 #   TORCHES        versions of torch; default: 2.11.0 2.12.0 2.13.0 2.14.0 2.15.0
 #   PART           what of the tests runs with each torch; default: tests/test_forward.py tests/test_backward.py
@@ -53,7 +54,7 @@ kernels() {
     write "$name" "-" "no such compiler here"
     return
   fi
-  row "$name" "$("$compiler" --version | head -1), ${KERNEL_SETS:-all sets}" env CXX="$compiler" "$@" "$root/scripts/kernel_tests.sh" "$sanitizer"
+  row "$name" "$("$compiler" --version | head -1), ${KERNEL_SETS:-all sets}${KERNEL_SHARE:+, one case in $KERNEL_SHARE on each}" env CXX="$compiler" "$@" "$root/scripts/kernel_tests.sh" "$sanitizer"
 }
 
 # with_torch VERSION [HOW VARIABLE=VALUE...]: in an environment of its own, with a CPU build of torch: one that asks
