@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # With Clang, warnings as errors: the kernel tests on one instruction set, and the library and the Python module
-# (-O0: they are compiled, not run). CXX names the compiler; else the newest on PATH is taken, or, for root on
-# Debian and Ubuntu, installed. Where none is to be had, it says so and ends with 77: nothing was checked.
+# (-O0, and some files as one: they are compiled, not run). CXX names the compiler; else the newest on PATH is
+# taken, or, for root on Debian and Ubuntu, installed. Where none is to be had, it says so and ends with 77:
+# nothing was checked.
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 find_clang() {
@@ -36,5 +37,6 @@ build="$root/build/clang"
 PATH="$PATH:$venv/bin"
 torch="$("$venv/bin/python" -c 'import torch; print(torch.utils.cmake_prefix_path)')"
 cmake -S "$root" -B "$build" -G Ninja -DCMAKE_CXX_COMPILER="$clang" -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O0 \
-  -DATTN_EXT_WERROR=ON -DATTN_EXT_PYTHON=ON -DPython_EXECUTABLE="$venv/bin/python" -DCMAKE_PREFIX_PATH="$torch"
+  -DCMAKE_UNITY_BUILD=ON -DCMAKE_UNITY_BUILD_BATCH_SIZE=6 -DATTN_EXT_WERROR=ON -DATTN_EXT_PYTHON=ON \
+  -DPython_EXECUTABLE="$venv/bin/python" -DCMAKE_PREFIX_PATH="$torch"
 cmake --build "$build"

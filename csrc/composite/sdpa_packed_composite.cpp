@@ -64,7 +64,7 @@ TensorPair sdpa_packed_with_lse_composite(const PackedCall& args) {
 
 namespace {
 
-void register_composites(torch::Library& m) {
+void register_packed_composites(torch::Library& m) {
   m.impl("sdpa_packed", TORCH_FN((Unboxed<PackedCall>::kernel<&sdpa_packed_composite>)));
   m.impl("sdpa_packed_with_lse", TORCH_FN((Unboxed<PackedCall>::kernel<&sdpa_packed_with_lse_composite>)));
 }
@@ -72,11 +72,11 @@ void register_composites(torch::Library& m) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(attn_ext, CompositeImplicitAutograd, m) {
-  register_composites(m);
+  register_packed_composites(m);
 }
 
 TORCH_LIBRARY_IMPL(attn_ext, FuncTorchBatched, m) {
-  register_composites(m);
+  register_packed_composites(m);
 }
 
 }  // namespace attn_ext
