@@ -87,7 +87,7 @@ def test_amx_is_the_best_set_only_where_there_is_a_matrix_unit():
 def run_numerical(capability: str, **variables: str) -> subprocess.CompletedProcess[str]:
     files = [str(TESTS / name) for name in NUMERICAL]
     some = ["-k", "bfloat16"] if capability in OF_BFLOAT16 else []
-    options = ["-q", "-x", "--device", "cpu", "-p", "no:cacheprovider", *some]
+    options = ["-q", "-x", "--device", "cpu", "-p", "no:cacheprovider", "-p", "no:logging", *some]
     return run(capability, "-m", "pytest", *options, *files, **variables)
 
 
