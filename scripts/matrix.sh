@@ -24,8 +24,9 @@ write() {
   printf '| %s | %s | %s | %s |\n' "$@" "$(date +%F)" | tee -a "$table"
 }
 
-# What a row that is left out said last, instruction sets and all.
-write_as_before() {
+# left_out NAME: whether the pattern leaves the row out, which then says what it said last, instruction sets and all.
+left_out() {
+  if grep -qE "$pattern" <<<"$1"; then return 1; fi
   grep -F "| $1 |" <<<"$before" >>"$table" || printf '| %s | - | not run | |\n' "$1" >>"$table"
 }
 
@@ -33,10 +34,6 @@ write_as_before() {
 row() {
   local name="$1" version="$2" start=$SECONDS code=0 result
   shift 2
-  if ! grep -qE "$pattern" <<<"$name"; then
-    write_as_before "$name"
-    return
-  fi
   timeout "$limit" "$@" >"$logs/${name//[^A-Za-z0-9.+-]/_}.log" 2>&1 || code=$?
   case $code in
     0) result="passed" ;;
@@ -50,6 +47,7 @@ row() {
 kernels() {
   local compiler="$1" name="kernels, $1, $2" sanitizer="$3"
   shift 3
+  if left_out "$name"; then return; fi
   if ! command -v "$compiler" >/dev/null; then
     write "$name" "-" "no such compiler here"
     return
@@ -63,10 +61,7 @@ with_torch() {
   local version="$1" how="${2:-}" wanted name="package, torch $1${2:+, $2}"
   local venv="$logs/torch-$version${how:+-${how//[^A-Za-z0-9+]/}}"
   shift $(($# < 2 ? $# : 2))
-  if ! grep -qE "$pattern" <<<"$name"; then
-    write_as_before "$name"
-    return
-  fi
+  if left_out "$name"; then return; fi
   python3 -m venv "$venv"
   "$venv/bin/python" -m pip install --quiet --upgrade pip
   # Without its dependencies the wheel itself is fetched at most, and asked what it needs.
