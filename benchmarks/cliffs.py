@@ -10,6 +10,7 @@ whole vector.
 """
 
 import argparse
+import ctypes
 import itertools
 import sys
 import time
@@ -280,6 +281,18 @@ def with_progress(cases: list[tuple[str, str, str]]) -> Iterable[tuple[str, str,
     return tqdm(cases, unit="walk", disable=None)
 
 
+def keep_memory() -> None:
+    """What is freed stays mapped (glibc).
+
+    Whether results meet fresh pages, which can cost more than the call, is no matter of its shape.
+    """
+    trim_threshold, mmap_max = -1, -4  # of malloc.h
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(trim_threshold, 2**31 - 1)
+        libc.mallopt(mmap_max, 0)
+
+
 def main() -> int:
     everywhere = walks()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -291,6 +304,7 @@ def main() -> int:
     parser.add_argument("--most", type=float, default=1.3)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    keep_memory()
     cliffs = 0
     cases = [
         (name, dtype, mode) for name in options.walks for dtype in options.dtype for mode in options.mode
