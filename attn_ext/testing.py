@@ -662,6 +662,9 @@ def assert_gradients_accurate(name: str, arguments: Arguments, dropout_seed: int
     exact = gradients(oracle, wide, cotangent_dtype=dtype)
     plain = gradients(oracle, arguments, dtype=dtype)
     magnitude = max(_largest(grad, grad.isfinite()) for grad in exact.values())
+    # A weight is off by as much of itself as the rounding of its score.
+    of_scores = _rounded_bias(arguments) * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    magnitude *= max(1.0, of_scores / SUM_ROUNDING[dtype])
     for argument, grad in actual.items():
         leaf = arguments.differentiable()[argument]
         assert grad.dtype == leaf.dtype and grad.shape == leaf.shape, argument
