@@ -65,7 +65,7 @@ with_torch() {
   python3 -m venv "$venv"
   "$venv/bin/python" -m pip install --quiet --upgrade pip
   # Without its dependencies the wheel itself is fetched at most, and asked what it needs.
-  if ! "$venv/bin/python" -m pip install --quiet --dry-run --no-deps --report "$logs/torch.json" "torch==$version"; then
+  if ! "$venv/bin/python" -m pip install --quiet --dry-run --ignore-installed --no-deps --report "$logs/torch.json" "torch==$version"; then
     write "$name" "-" "cannot be had"
     return
   fi
