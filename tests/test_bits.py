@@ -57,6 +57,27 @@ def test_bits_do_not_depend_on_the_number_of_threads(call, query_len, key_len, d
 
 
 @by_dtype
+@by_call
+@pytest.mark.parametrize(("query_len", "key_len"), [(30, 150), (64, 512), (300, 300), (511, 700)])
+def test_bits_of_gradients_do_not_depend_on_threads_that_take_turns_on_one_key_head(
+    call, query_len, key_len, dtype
+):
+    query = torch.randn(1, 3, query_len, 24, dtype=dtype, requires_grad=True)
+    key, value = (torch.randn(1, 1, key_len, 24, dtype=dtype, requires_grad=True) for _ in range(2))
+    leaves, options = (query, key, value), {"enable_gqa": True, **CALLS[call]}
+    output = attn_ext.sdpa(*leaves, **options)
+    grad = torch.randn_like(output)
+
+    def gradients():
+        return torch.autograd.grad(output, leaves, grad, retain_graph=True)
+
+    alone = on_threads(1, gradients)
+    for threads in (2, 5, 64):
+        for a, b in zip(alone, on_threads(threads, gradients), strict=True):
+            assert torch.equal(a, b)
+
+
+@by_dtype
 @by_lengths
 @by_call
 def test_a_row_has_the_same_bits_beside_any_batch_and_heads(call, query_len, key_len, dtype):

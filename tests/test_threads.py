@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import attn_ext
+from attn_ext import _C
 from attn_ext.testing import DTYPES
 
 # (batch, heads, Lq, Lk, D): large enough for several threads, on every path of the forward
@@ -139,6 +140,23 @@ def in_child(function) -> list:
     finally:
         child.kill()
         child.join()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("group", "query_len", "key_len"), [(1, 400, 400), (1, 100, 1000), (8, 64, 512)])
+def test_backward_of_one_key_head_is_work_for_several_threads(group, query_len, key_len, dtype):
+    query = torch.randn(1, group, query_len, 64, dtype=dtype, requires_grad=True)
+    key, value = (torch.randn(1, 1, key_len, 64, dtype=dtype, requires_grad=True) for _ in range(2))
+    output = attn_ext.sdpa(query, key, value, enable_gqa=True)
+    before = torch.get_num_threads()
+    torch.set_num_threads(8)
+    try:
+        rounds = _C.task_times(
+            lambda: torch.autograd.grad(output, (query, key, value), torch.ones_like(output))
+        )
+    finally:
+        torch.set_num_threads(before)
+    assert sum(len(tasks) for tasks in rounds) >= 8
 
 
 def test_a_fork_s_child_gets_the_same_bits_and_does_not_hang(jobs, expected):

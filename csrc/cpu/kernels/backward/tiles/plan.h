@@ -13,9 +13,11 @@ void Tiles<S>::plan(const BackwardParams& params, int threads, BackwardPlan& pla
   plan.exact_delta = needs_exact_delta(params);
   plan_blocks(shape, tiles);
   plan_families(shape, params.grad_mask.data != nullptr ? &params.grad_mask : nullptr, plan.chains);
-  plan_segments(params, threads, plan.chains, tiles);
+  plan_segments(params, plan.chains, tiles);
   plan.rounds = 3;
-  if (tiles.in_turn) plan_turns(params, threads, plan);
+  if (unit_count(shape) > 0) plan_parts(params, threads, plan);
+  tiles.in_turn = takes_turns(params, threads, plan);
+  if (tiles.in_turn) plan_turns(params, plan);
 
   UnitMemory<S> memory(shape, tiles);
   plan.shared_bytes =
@@ -50,28 +52,32 @@ void Tiles<S>::plan_blocks(const AttentionShape& shape, TilesPlan& plan) {
 }
 
 template <typename S>
-void Tiles<S>::plan_segments(const BackwardParams& params, int threads, ChainsPlan& chains, TilesPlan& plan) {
+void Tiles<S>::plan_segments(const BackwardParams& params, ChainsPlan& chains, TilesPlan& plan) {
   const AttentionShape& shape = params.shape;
-  const TensorView& grad_mask = params.grad_mask;
   plan.segments = 1;
   if (unit_count(shape) == 0) return;
   const int64_t most = larger(1, smaller(shape.key_len / kSegmentLength, shape.query_len / kSegmentLength));
   plan_mask_copies(params, most, chains);
-  // All blocks add to the one number of a mask that broadcasts over rows and keys.
-  const bool one_number =
-      grad_mask.data != nullptr && grad_mask.row_stride == 0 && grad_mask.column_stride == 0;
-  if (!one_number) {
-    plan.segments = smaller(ceil_div(kManyTasks, chains.count), most);
-    plan.segments = larger(1, smaller(plan.segments, smaller(plan.key_blocks, plan.query_blocks)));
+  if (shares_one_number(params)) return;
+  plan.segments = smaller(ceil_div(kManyTasks, chains.count), most);
+  plan.segments = larger(1, smaller(plan.segments, smaller(plan.key_blocks, plan.query_blocks)));
+}
+
+// Whole chains are the better tasks, their packs stay in the caches, but not if threads run out of them.
+template <typename S>
+bool Tiles<S>::takes_turns(const BackwardParams& params, int threads, const BackwardPlan& plan) {
+  const ChainsPlan& chains = plan.chains;
+  const TilesPlan& tiles = plan.tiles;
+  const int64_t group = group_size(params.shape);
+  // A mask's gradient whose numbers several parts or heads of a unit add to has another order in turns, a
+  // part of all units of the chain before the next part: there the segments decide, not the threads.
+  if (shares_mask(params) && (group > 1 || chains.family_units > chains.mask_copies)) {
+    return tiles.segments > 1;
   }
-  if (plan.segments == 1) return;
-  // Whole chains are the better tasks, their packs stay in the caches, but not if threads run out of them.
-  // A mask's gradient whose numbers several parts or heads of a unit add to has another order then: a part of
-  // all units of the chain before the next part.
+  if (shares_one_number(params)) return false;
+  const int64_t meetings = group * tiles.segments * tiles.segments * key_places(tiles) * query_places(tiles);
   const int64_t turns = ceil_div(chains.count, threads);
-  plan.in_turn =
-      (shares_mask(params) && (group_size(shape) > 1 || chains.family_units > chains.mask_copies)) ||
-      chains.count * 10 < turns * threads * 9;
+  return meetings > 1 && chains.count * 10 < turns * threads * 9;
 }
 
 // More parts let more threads add at a time, but a product of fewer rows takes longer for each, above all in
@@ -88,10 +94,9 @@ void Tiles<S>::plan_parts(const BackwardParams& params, int threads, BackwardPla
 }
 
 template <typename S>
-void Tiles<S>::plan_turns(const BackwardParams& params, int threads, BackwardPlan& plan) {
+void Tiles<S>::plan_turns(const BackwardParams& params, BackwardPlan& plan) {
   const AttentionShape& shape = params.shape;
   TilesPlan& tiles = plan.tiles;
-  plan_parts(params, threads, plan);
   const int64_t query_blocks = shape.batch * shape.query_heads * tiles.query_blocks;
   const int64_t key_blocks = unit_count(shape) * tiles.key_blocks;
   tiles.pack_tasks = query_blocks + key_blocks;

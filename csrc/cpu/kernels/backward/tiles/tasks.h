@@ -58,7 +58,8 @@ class Tiles {
 
   // plan.h
   static void plan_blocks(const AttentionShape& shape, TilesPlan& plan);
-  static void plan_segments(const BackwardParams& params, int threads, ChainsPlan& chains, TilesPlan& plan);
+  static void plan_segments(const BackwardParams& params, ChainsPlan& chains, TilesPlan& plan);
+  static bool takes_turns(const BackwardParams& params, int threads, const BackwardPlan& plan);
   // Whether several parts of a unit, or several heads of a group, add to the same numbers of the mask's
   // gradient.
   static bool shares_mask(const BackwardParams& params) {
@@ -66,8 +67,13 @@ class Tiles {
     return mask.data != nullptr &&
            (group_size(params.shape) > 1 || mask.row_stride == 0 || mask.column_stride == 0);
   }
+  // Whether all blocks add to the one number of a mask that broadcasts over rows and keys.
+  static bool shares_one_number(const BackwardParams& params) {
+    const TensorView& mask = params.grad_mask;
+    return mask.data != nullptr && mask.row_stride == 0 && mask.column_stride == 0;
+  }
   static void plan_parts(const BackwardParams& params, int threads, BackwardPlan& plan);
-  static void plan_turns(const BackwardParams& params, int threads, BackwardPlan& plan);
+  static void plan_turns(const BackwardParams& params, BackwardPlan& plan);
   static int64_t packed_bytes(const AttentionShape& shape, const TilesPlan& plan,
                               const UnitMemory<S>& memory) {
     return plan.in_turn ? unit_count(shape) * memory.shared_bytes() : 0;
