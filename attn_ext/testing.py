@@ -582,6 +582,16 @@ SUM_ROUNDING = {
 }
 
 
+def on_threads(threads: int, function: Callable[[], Any]) -> Any:
+    """What ``function`` returns on so many of PyTorch's threads; their number is put back."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return function()
+    finally:
+        torch.set_num_threads(before)
+
+
 def assert_accurate(
     actual: Tensor, exact: Tensor, plain: Tensor, what: str = "result", magnitude: float = 0.0
 ) -> None:

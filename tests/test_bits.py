@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import attn_ext
-from attn_ext.testing import DTYPES
+from attn_ext.testing import DTYPES, on_threads
 
 pytestmark = pytest.mark.skipif(
     attn_ext.cpu_capability() == "aten", reason="matmul libraries do not promise it"
@@ -28,15 +28,6 @@ def inputs(query_len, key_len, dtype):
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
-def on_threads(threads, function):
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        return function()
-    finally:
-        torch.set_num_threads(before)
-
-
 def everything(tensors, options):
     """Output, lse and key mass, and the gradients of all of them together."""
     output, lse = torch.ops.attn_ext.sdpa_with_lse(*tensors, enable_gqa=True, **options)
@@ -58,7 +49,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(call, query_len, key_len, d
 
 @by_dtype
 @by_call
-@pytest.mark.parametrize(("query_len", "key_len"), [(30, 150), (64, 512), (300, 300), (511, 700)])
+@pytest.mark.parametrize(("query_len", "key_len"), [(30, 150), (64, 512), (300, 300), (511, 700), (1000, 77)])
 def test_bits_of_gradients_do_not_depend_on_threads_that_take_turns_on_one_key_head(
     call, query_len, key_len, dtype
 ):
@@ -75,6 +66,42 @@ def test_bits_of_gradients_do_not_depend_on_threads_that_take_turns_on_one_key_h
     for threads in (2, 5, 64):
         for a, b in zip(alone, on_threads(threads, gradients), strict=True):
             assert torch.equal(a, b)
+
+
+@by_dtype
+@pytest.mark.parametrize("key_heads", [1, 3])
+@pytest.mark.parametrize(
+    "more", ["bias", "bias_of_keys", "bias_over_batch", "sinks", "dropout", "not_finite"]
+)
+def test_bits_of_gradients_of_few_keys_do_not_depend_on_the_number_of_threads(more, key_heads, dtype):
+    query = torch.randn(2, 3, 250, 24, dtype=dtype)
+    key, value = (torch.randn(2, key_heads, 77, dim, dtype=dtype) for dim in (24, 20))
+    options, leaves = {"enable_gqa": True}, [query, key, value]
+    if more == "dropout":
+        options.update(dropout_p=0.3)
+    elif more == "not_finite":
+        query[0, 1, 100, 3] = key[0, 0, 5, 0] = value[1, 0, 70, 1] = float("nan")
+        options.update(attn_mask=torch.rand(2, 1, 250, 77) > 0.4)
+    elif more == "sinks":
+        options.update(sinks=torch.randn(3, dtype=dtype))
+    else:
+        shape = {"bias": (2, 3, 250, 77), "bias_of_keys": (2, 1, 1, 77), "bias_over_batch": (1, 3, 250, 77)}
+        options.update(attn_mask=torch.randn(shape[more], dtype=dtype))
+    if more not in ("dropout", "not_finite"):
+        leaves.append(options["sinks" if more == "sinks" else "attn_mask"])
+    for leaf in leaves:
+        leaf.requires_grad_()
+    output = attn_ext.sdpa(query, key, value, **options)
+    grad = torch.randn_like(output)
+    grad[0, 2, 200, 7] = torch.inf if more == "not_finite" else 1
+
+    def gradients():
+        return torch.autograd.grad(output, leaves, grad, retain_graph=True)
+
+    alone = on_threads(1, gradients)
+    for threads in (2, 5, 64):
+        for a, b in zip(alone, on_threads(threads, gradients), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 @by_dtype

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import attn_ext
-from attn_ext.testing import DTYPES
+from attn_ext.testing import DTYPES, on_threads
 
 pytestmark = pytest.mark.skipif(attn_ext.cpu_capability() == "aten", reason="it sums in matrix products")
 
@@ -100,14 +100,7 @@ def test_the_gradient_is_rounded_once(leads, query_len, key_len, dim, dtype):
 def test_bits_do_not_depend_on_the_number_of_threads(leads, query_len, key_len, dim, dtype):
     tensors = inputs(leads, query_len, key_len, dim, dtype)
     grad_output = output_like(tensors)
-    before = torch.get_num_threads()
-    results = []
-    try:
-        for threads in (1, 2, 3, 8):
-            torch.set_num_threads(threads)
-            results.append(gradients(tensors, grad_output))
-    finally:
-        torch.set_num_threads(before)
+    results = [on_threads(n, lambda: gradients(tensors, grad_output)) for n in (1, 2, 3, 8)]
     for result in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
 

@@ -15,6 +15,7 @@ from attn_ext.testing import (
     assert_gradients_accurate,
     assert_outputs_accurate,
     gradients,
+    on_threads,
     operator,
     tensors,
     with_seed,
@@ -113,12 +114,7 @@ def test_rows_heads_and_batches_draw_apart(device):
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_draw_does_not_depend_on_the_number_of_threads(threads, device):
     case = Case("", *[(2, 2, 64, 8)] * 3, options={"dropout_p": 0.5})
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        keep = kept(case, 11, device)
-    finally:
-        torch.set_num_threads(before)
+    keep = on_threads(threads, lambda: kept(case, 11, device))
     assert torch.equal(keep, reference.dropout_keep(11, 0.5, (2, 2, 64, 64), device))
 
 

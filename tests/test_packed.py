@@ -8,6 +8,7 @@ from torch import Tensor
 
 import attn_ext
 from attn_ext import reference
+from attn_ext.testing import on_threads
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -114,13 +115,7 @@ def test_bits_do_not_depend_on_threads(threads):
         output = attn_ext.sdpa_packed(*leaves, *sides, enable_gqa=True)
         return output, *torch.autograd.grad(output.square().sum(), leaves)
 
-    before, usual = run(), torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        after = run()
-    finally:
-        torch.set_num_threads(usual)
-    assert all(map(torch.equal, before, after))
+    assert all(map(torch.equal, run(), on_threads(threads, run)))
 
 
 @by_dtype

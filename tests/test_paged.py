@@ -8,6 +8,7 @@ from torch import Tensor
 
 import attn_ext
 from attn_ext import reference
+from attn_ext.testing import on_threads
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -257,12 +258,7 @@ def test_bits_do_not_depend_on_threads(threads):
     def run():
         return attn_ext.sdpa_paged(query, *cache.pages, cache.table, cache.lengths, starts, enable_gqa=True)
 
-    before, usual = run(), torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        assert torch.equal(run(), before)
-    finally:
-        torch.set_num_threads(usual)
+    assert torch.equal(run(), on_threads(threads, run))
 
 
 @by_dtype

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import attn_ext
 from attn_ext import _C
-from attn_ext.testing import DTYPES
+from attn_ext.testing import DTYPES, on_threads
 
 # (batch, heads, Lq, Lk, D): large enough for several threads, on every path of the forward
 SHAPES = [(2, 4, 150, 150, 32), (1, 3, 80, 1500, 20), (2, 4, 20, 2500, 24), (4, 8, 1, 3000, 16)]
@@ -143,19 +143,19 @@ def in_child(function) -> list:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("group", "query_len", "key_len"), [(1, 400, 400), (1, 100, 1000), (8, 64, 512)])
+@pytest.mark.parametrize(
+    ("group", "query_len", "key_len"),
+    [(1, 400, 400), (1, 100, 1000), (8, 64, 512), (1, 1000, 77), (8, 90, 64)],
+)
 def test_backward_of_one_key_head_is_work_for_several_threads(group, query_len, key_len, dtype):
     query = torch.randn(1, group, query_len, 64, dtype=dtype, requires_grad=True)
     key, value = (torch.randn(1, 1, key_len, 64, dtype=dtype, requires_grad=True) for _ in range(2))
     output = attn_ext.sdpa(query, key, value, enable_gqa=True)
-    before = torch.get_num_threads()
-    torch.set_num_threads(8)
-    try:
-        rounds = _C.task_times(
-            lambda: torch.autograd.grad(output, (query, key, value), torch.ones_like(output))
-        )
-    finally:
-        torch.set_num_threads(before)
+
+    def backward():
+        torch.autograd.grad(output, (query, key, value), torch.ones_like(output))
+
+    rounds = on_threads(8, lambda: _C.task_times(backward))
     assert sum(len(tasks) for tasks in rounds) >= 8
 
 

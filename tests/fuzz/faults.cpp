@@ -8,6 +8,7 @@
 #include <dlfcn.h>
 #include <execinfo.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstddef>
@@ -28,6 +29,11 @@ std::atomic<int64_t> counted{0}, failing{0};
 std::atomic<bool> failed{false};
 uintptr_t begin_of_code = 0, end_of_code = 0;
 thread_local bool looking = false;  // the walk over the stack may allocate itself
+
+bool in_the_library(void* frame) {
+  const auto address = reinterpret_cast<uintptr_t>(frame);
+  return begin_of_code <= address && address < end_of_code;
+}
 
 bool has_pytorchs_name(void* address) {
   Dl_info found;
@@ -61,13 +67,23 @@ bool from_the_library() {
   looking = false;
   bool found = false;
   for (int i = 0; i < depth; ++i) {
-    const auto address = reinterpret_cast<uintptr_t>(frames[i]);
-    found = found || (begin_of_code <= address && address < end_of_code);
+    found = found || in_the_library(frames[i]);
     if (is_pytorchs_own(frames[i])) {
       return false;
     }
   }
   return found;
+}
+
+/// The library's own part of the stack to standard error, which is shown where the process dies.
+void tell_where() {
+  constexpr int kFrames = 64;
+  void* frames[kFrames];
+  looking = true;
+  void** const end = std::remove_if(frames, frames + backtrace(frames, kFrames),
+                                    [](void* frame) { return !in_the_library(frame); });
+  backtrace_symbols_fd(frames, static_cast<int>(end - frames), 2);
+  looking = false;
 }
 
 bool fails() {
@@ -77,12 +93,7 @@ bool fails() {
   const bool now = ++counted == failing;
   if (now) {
     failed = true;
-    constexpr int kFrames = 64;
-    void* frames[kFrames];
-    looking = true;
-    backtrace_symbols_fd(frames, backtrace(frames, kFrames),
-                         2);  // to standard error: shown where the process dies
-    looking = false;
+    tell_where();
     errno = ENOMEM;
   }
   return now;

@@ -2,6 +2,7 @@
 
     python tests/fuzz/faults.py
     python tests/fuzz/faults.py --capability avx2 --only 'tiles*'
+    python tests/fuzz/faults.py --capability aten --every 10   # the composition has hundreds in every call
 
 For each path and n = 1, 2, 3 ... the n-th allocation under the library's code fails (``faults.cpp``,
 preloaded), until a call meets no failure any more. Each call must then raise MemoryError or RuntimeError and
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -210,7 +211,7 @@ class Given:
             self.memory[name].copy_(self.before[name])
 
 
-def work(names: Sequence[str], first: int, at: Path) -> None:
+def work(names: Sequence[str], first: int, every: int, at: Path) -> None:
     """Try paths one after the other; print a line of JSON for each."""
     import attn_ext  # noqa: F401  (loads the library)
 
@@ -219,13 +220,14 @@ def work(names: Sequence[str], first: int, at: Path) -> None:
     faults.attn_ext_faults_end.restype = ctypes.c_int64
     cases = dict(paths())
     for name in names:
-        message = fail_each(cases[name], name, faults, first, at)
+        numbers = itertools.count(first or 1 + list(cases).index(name) % every, every)
+        message = fail_each(cases[name], name, faults, numbers, at)
         print(json.dumps({"name": name, **message}), flush=True)
-        first = 1
+        first = 0
 
 
-def fail_each(case: AnyCall, name: str, faults: Any, first: int, at: Path) -> dict[str, Any]:
-    """Let allocation ``first`` of a call fail, then the next and so on; what came of it."""
+def fail_each(case: AnyCall, name: str, faults: Any, numbers: Iterable[int], at: Path) -> dict[str, Any]:
+    """Let one allocation of a call fail after the other, by their numbers; what came of it."""
     begin, end = (ctypes.c_size_t(a) for a in code_of_the_library())
     tensors = case.build()
     given = Given(tensors)
@@ -233,7 +235,8 @@ def fail_each(case: AnyCall, name: str, faults: Any, first: int, at: Path) -> di
     expected = bits(run(case, tensors))
     wrong: list[str] = []
     kinds: Counter[str] = Counter()
-    for n in itertools.count(first):
+    tried = 0
+    for n in numbers:
         at.write_text(f"{name} {n}")
         given.restore()
         results, told = None, "no exception"
@@ -252,10 +255,11 @@ def fail_each(case: AnyCall, name: str, faults: Any, first: int, at: Path) -> di
         if results is None and given.changed():
             wrong.append(f"allocation {n}: an exception, and {', '.join(given.changed())} changed")
         given.restore()
+        tried += 1
         kinds[told] += 1
         if bits(run(case, tensors)) != expected:
             wrong.append(f"allocation {n}: the call after it gives another result")
-    return {"tried": n - first, "wrong": wrong, "kinds": kinds}
+    return {"tried": tried, "wrong": wrong, "kinds": kinds}
 
 
 # The process that starts them ------------------------------------------------------------------------
@@ -276,10 +280,12 @@ def build_library(folder: Path) -> Path:
     return library
 
 
-def try_paths(names: Sequence[str], capability: str, library: Path, at: Path) -> Iterator[dict[str, Any]]:
+def try_paths(
+    names: Sequence[str], capability: str, library: Path, at: Path, every: int = 1
+) -> Iterator[dict[str, Any]]:
     """For each path how many allocations failed, what was wrong, and how the calls ended."""
     environment = os.environ | {"LD_PRELOAD": str(library), "ATTN_EXT_CPU_CAPABILITY": capability}
-    left, first = list(names), 1
+    left, first = list(names), 0
     while left:
         command = [
             sys.executable,
@@ -288,6 +294,8 @@ def try_paths(names: Sequence[str], capability: str, library: Path, at: Path) ->
             ",".join(left),
             "--first",
             str(first),
+            "--every",
+            str(every),
             "--at",
             str(at),
         ]
@@ -309,7 +317,7 @@ def try_paths(names: Sequence[str], capability: str, library: Path, at: Path) ->
         name, n = at.read_text().split()
         died = f"allocation {n}: the process ended with {process.returncode}: {' | '.join(told[-6:])}"
         yield {"name": name, "tried": 0, "wrong": [died], "kinds": {}}
-        first = int(n) + 1
+        first = int(n) + every
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -319,12 +327,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--capability", action="append", help="instruction set or aten; default: the best")
     parser.add_argument("--only", action="append", help="a pattern of paths' names")
+    parser.add_argument(
+        "--every",
+        type=int,
+        default=1,
+        metavar="N",
+        help="one allocation in N, others on each path; default: 1",
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--first", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--first", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--at", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.worker:
-        work(options.worker.split(","), options.first, options.at)
+        work(options.worker.split(","), options.first, options.every, options.at)
         return 0
     import attn_ext
 
@@ -334,7 +349,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         library = build_library(Path(folder))
         for capability in options.capability or [attn_ext.cpu_capability()]:
             with progress(len(names), " paths") or nullcontext() as bar:
-                for message in try_paths(names, capability, library, Path(folder) / "at"):
+                for message in try_paths(names, capability, library, Path(folder) / "at", options.every):
                     total, wrongs = total + message["tried"], wrongs + len(message["wrong"])
                     kinds.update(message["kinds"])
                     for line in message["wrong"]:

@@ -26,12 +26,14 @@ constexpr Way<BackwardParams, BackwardPlan> backward_way(BackwardPath path) {
       else
         return {FewRows<S>::plan, FewRows<S>::tasks, FewRows<S>::run};
     case BackwardPath::kFewKeys:
-      return {FewKeys<S>::plan, FewKeys<S>::tasks, FewKeys<S>::run};
+      return {FewKeys<S>::plan, FewKeys<S>::tasks, FewKeys<S>::run, FewKeys<S>::lanes,
+              FewKeys<S>::run_in_turn};
     case BackwardPath::kSmallHeads:
       if constexpr (!S::Product::kInRegisters)
         return {};
       else
-        return {FewKeys<WideScheme<S>>::plan, FewKeys<WideScheme<S>>::tasks, FewKeys<WideScheme<S>>::run};
+        return {FewKeys<WideScheme<S>>::plan, FewKeys<WideScheme<S>>::tasks, FewKeys<WideScheme<S>>::run,
+                FewKeys<WideScheme<S>>::lanes, FewKeys<WideScheme<S>>::run_in_turn};
   }
   return {};
 }

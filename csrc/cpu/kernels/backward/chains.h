@@ -24,6 +24,10 @@ ATTN_EXT_INLINE Unit unit_at(const AttentionShape& shape, int64_t index) {
   return {index / shape.key_heads, index % shape.key_heads};
 }
 
+ATTN_EXT_INLINE int64_t unit_index(const AttentionShape& shape, Unit unit) {
+  return unit.batch * shape.key_heads + unit.key_head;
+}
+
 // The families of a mask gradient that units add to as they go (null: each unit is its own), one chain each.
 ATTN_EXT_INLINE void plan_families(const AttentionShape& shape, const TensorView* grad_mask,
                                    ChainsPlan& plan) {
@@ -46,6 +50,11 @@ ATTN_EXT_INLINE void plan_mask_copies(const BackwardParams& params, int64_t segm
   const int64_t many = smaller(ceil_div(kMaskTasks, families), kSmallMaskElements / size);
   plan.mask_copies = larger(1, smaller(larger(few, many), plan.family_units));
   plan.count = families * plan.mask_copies;
+}
+
+// Whether a tenth of the threads' time or more is lost where each takes whole chains.
+ATTN_EXT_INLINE bool chains_leave_threads_idle(const ChainsPlan& plan, int threads) {
+  return plan.count * 10 < ceil_div(plan.count, threads) * threads * 9;
 }
 
 // Of the units of its family, those that a chain takes.

@@ -38,6 +38,16 @@ struct TilesPlan {
   int64_t lanes;
 };
 
+// A task takes several short chains, whole; or, where the chains would leave threads idle, a block of rows of
+// each unit of a chain, and adds to the gradients of its keys when its turn has come.
+struct FewKeysPlan {
+  int64_t task_chains;
+  bool in_turn;
+  int64_t row_blocks;              // of a head
+  int64_t key_parts;               // each with its own turns
+  int64_t pack_tasks, turn_tasks;  // in this order
+};
+
 struct FewRowsPlan {
   int64_t pieces;  // of the keys
   bool streamed;   // the gradients of key and value are written past the caches
@@ -48,8 +58,8 @@ struct BackwardPlan {
   BackwardPath path;
   bool exact_delta;  // delta from P dP rather than from the output
   ChainsPlan chains;
-  int64_t task_chains;  // with few keys: the chains that a task takes
   TilesPlan tiles;
+  FewKeysPlan few_keys;
   FewRowsPlan few_rows;
   int64_t rounds;
   int64_t shared_bytes, thread_bytes;

@@ -27,6 +27,12 @@ ATTN_EXT_INLINE Range in_steps(Range range) {
   return {round_down(range.begin, Step), round_up(range.end, Step)};
 }
 
+// Part i of `parts` of [0, count), in whole steps.
+ATTN_EXT_INLINE Range part_in_steps(int64_t count, int64_t step, int64_t parts, int64_t i) {
+  const int64_t steps = ceil_div(count, step);
+  return {smaller(count, i * steps / parts * step), smaller(count, (i + 1) * steps / parts * step)};
+}
+
 ATTN_EXT_INLINE Range window_keys(const ScoreRule& rule, int64_t key_len, int64_t row) {
   const int64_t centre = row + rule.query_offset;
   Range range{0, key_len};

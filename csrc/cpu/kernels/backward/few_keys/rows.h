@@ -243,7 +243,7 @@ bool FewKeysUnit<S>::finish_plain_rows(int64_t first, int64_t begin, int64_t end
     deltas[r - begin] = finish_delta(first + r, lse[r], sums[r - begin], weight_sums[r - begin]);
   }
   const bool to_mask = mask_grad_.wanted(), at_once = to_mask && mask_grad_.view().column_stride == 1;
-  const bool keeps = !S::kPaired || bad_keys_ || bad_queries_ || (to_mask && !at_once);
+  const bool keeps = !S::kPaired || pack_.bad_keys || bad_queries_ || (to_mask && !at_once);
   const auto mask_place = [&](int64_t r) { return mask_grad_.place(unit_.batch, head_, first + r, 0); };
   int64_t r = begin;
   for (; S::kPaired && r + 1 < end; r += 2) {
@@ -282,7 +282,7 @@ void FewKeysUnit<S>::finish_bad_rows(int64_t first, int64_t begin, int64_t end) 
   T* scores = s_.scores + begin * stride_;
   const Matrix<Element> query =
       rows_of<Element>(params_.query, unit_.batch, head_, first + begin, end - begin, params_.shape.head_dim);
-  multiply_rows(query, s_.query_left, key_columns_, scores);
+  multiply_rows(query, s_.query_left, pack_.key_columns, scores);
   keep_seen(params_.rule, scores, (end - begin) * stride_);
   finish_full_rows(first, begin, end);
 }

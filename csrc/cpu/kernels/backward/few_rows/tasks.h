@@ -54,9 +54,7 @@ class FewRows {
     const int64_t piece = rows * (padded_dim<S>(params.shape.head_dim) + 1);
     return (plan.few_rows.term_tasks > 0 ? 3 * rows : 0) + plan.few_rows.pieces * piece;
   }
-  T* terms_of(Unit unit) const {
-    return shared_ + (unit.batch * shape_.key_heads + unit.key_head) * unit_size(params_, plan_);
-  }
+  T* terms_of(Unit unit) const { return shared_ + unit_index(shape_, unit) * unit_size(params_, plan_); }
   T* partial(Unit unit, int64_t piece) const {
     return terms_of(unit) + (plan_.few_rows.term_tasks > 0 ? 3 * rows_ : 0) + piece * rows_ * (dim_ + 1);
   }

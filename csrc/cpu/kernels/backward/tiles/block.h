@@ -81,12 +81,6 @@ struct BlockPart {
   Range keys, queries;
 };
 
-// Part i of `parts`, in whole steps.
-ATTN_EXT_INLINE Range part_in_steps(int64_t count, int64_t step, int64_t parts, int64_t i) {
-  const int64_t steps = ceil_div(count, step);
-  return {smaller(count, i * steps / parts * step), smaller(count, (i + 1) * steps / parts * step)};
-}
-
 // Keys of a cell.
 template <typename S>
 int64_t cell_rows_of(const BackwardParams& params) {

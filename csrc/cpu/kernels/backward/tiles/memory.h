@@ -33,8 +33,7 @@ class UnitMemory {
   void take_from_shared(void* shared, Unit unit) {
     heads_ = group_size(shape_);
     keeps_keys_ = true;
-    Arena arena{static_cast<char*>(shared) + (unit.batch * shape_.key_heads + unit.key_head) * shared_bytes(),
-                0};
+    Arena arena{static_cast<char*>(shared) + unit_index(shape_, unit) * shared_bytes(), 0};
     take_all(arena);
   }
   // Of a unit.

@@ -15,7 +15,7 @@ void Tiles<S>::plan(const BackwardParams& params, int threads, BackwardPlan& pla
   plan_families(shape, params.grad_mask.data != nullptr ? &params.grad_mask : nullptr, plan.chains);
   plan_segments(params, plan.chains, tiles);
   plan.rounds = 3;
-  if (unit_count(shape) > 0) plan_parts(params, threads, plan);
+  plan_parts(params, threads, plan);
   tiles.in_turn = takes_turns(params, threads, plan);
   if (tiles.in_turn) plan_turns(params, plan);
 
@@ -68,16 +68,13 @@ template <typename S>
 bool Tiles<S>::takes_turns(const BackwardParams& params, int threads, const BackwardPlan& plan) {
   const ChainsPlan& chains = plan.chains;
   const TilesPlan& tiles = plan.tiles;
-  const int64_t group = group_size(params.shape);
   // A mask's gradient whose numbers several parts or heads of a unit add to has another order in turns, a
   // part of all units of the chain before the next part: there the segments decide, not the threads.
-  if (shares_mask(params) && (group > 1 || chains.family_units > chains.mask_copies)) {
+  if (shares_mask(params) && (group_size(params.shape) > 1 || chains.family_units > chains.mask_copies)) {
     return tiles.segments > 1;
   }
   if (shares_one_number(params)) return false;
-  const int64_t meetings = group * tiles.segments * tiles.segments * key_places(tiles) * query_places(tiles);
-  const int64_t turns = ceil_div(chains.count, threads);
-  return meetings > 1 && chains.count * 10 < turns * threads * 9;
+  return meetings_of_chain(params.shape, tiles) > 1 && chains_leave_threads_idle(chains, threads);
 }
 
 // More parts let more threads add at a time, but a product of fewer rows takes longer for each, above all in
@@ -101,8 +98,7 @@ void Tiles<S>::plan_turns(const BackwardParams& params, BackwardPlan& plan) {
   const int64_t key_blocks = unit_count(shape) * tiles.key_blocks;
   tiles.pack_tasks = query_blocks + key_blocks;
   tiles.row_tasks = plan.exact_delta || any_far<T>(params) ? query_blocks : 0;
-  tiles.part_tasks = plan.chains.count * group_size(shape) * tiles.segments * tiles.segments *
-                     key_places(tiles) * query_places(tiles);
+  tiles.part_tasks = plan.chains.count * meetings_of_chain(shape, tiles);
   tiles.store_tasks = query_blocks + key_blocks;
   tiles.lanes = unit_count(shape) * unit_lanes(shape, tiles);
 }

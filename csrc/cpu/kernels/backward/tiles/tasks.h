@@ -94,6 +94,10 @@ class Tiles {
   static int64_t query_places(const TilesPlan& plan) {
     return ceil_div(plan.query_blocks, plan.segments) * plan.query_parts;
   }
+  // Parts of key blocks with parts of query blocks, of every head of the group.
+  static int64_t meetings_of_chain(const AttentionShape& shape, const TilesPlan& plan) {
+    return group_size(shape) * plan.segments * plan.segments * key_places(plan) * query_places(plan);
+  }
   Range key_segment(int64_t index) const { return segment(plan_.key_blocks, index); }
   Range query_segment(int64_t index) const { return segment(plan_.query_blocks, index); }
   Range block_rows(int64_t len, int64_t size, int64_t block) const {

@@ -79,8 +79,7 @@ int64_t Tiles<S>::query_lane_before(int64_t segment, int64_t place, int64_t turn
 // Lanes: of a unit the key parts, then the query parts of each head of the group.
 template <typename S>
 int64_t Tiles<S>::key_lane(Unit unit, int64_t block, int64_t part) const {
-  return (unit.batch * shape_.key_heads + unit.key_head) * unit_lanes(shape_, plan_) +
-         block * plan_.key_parts + part;
+  return unit_index(shape_, unit) * unit_lanes(shape_, plan_) + block * plan_.key_parts + part;
 }
 template <typename S>
 int64_t Tiles<S>::query_lane(Unit unit, int64_t group_head, int64_t block, int64_t part) const {
