@@ -74,8 +74,9 @@ def test_bits_of_gradients_do_not_depend_on_threads_that_take_turns_on_one_key_h
     "more", ["bias", "bias_of_keys", "bias_over_batch", "sinks", "dropout", "not_finite"]
 )
 def test_bits_of_gradients_of_few_keys_do_not_depend_on_the_number_of_threads(more, key_heads, dtype):
-    query = torch.randn(2, 3, 250, 24, dtype=dtype)
-    key, value = (torch.randn(2, key_heads, 77, dim, dtype=dtype) for dim in (24, 20))
+    batch = 20 if more == "bias_over_batch" else 2  # more than there are copies of its gradient
+    query = torch.randn(batch, 3, 250, 24, dtype=dtype)
+    key, value = (torch.randn(batch, key_heads, 77, dim, dtype=dtype) for dim in (24, 20))
     options, leaves = {"enable_gqa": True}, [query, key, value]
     if more == "dropout":
         options.update(dropout_p=0.3)

@@ -413,7 +413,7 @@ void run_case(const cpu::KernelSet& isa, const Case& base, ScalarKind dtype) {
           name + ": other bits " + how);
   };
   check_bits(run(c, *isa.kernels, in, 7), "with other threads");
-  if (c.query_len >= 512 && c.key_len >= 512) {
+  if ((c.query_len >= 512 && c.key_len >= 512) || (c.query_len > 128 && c.key_len <= 128)) {
     check_bits(run(c, *isa.kernels, in, 7, false, true), "where one thread does what was cut for seven");
     check_bits(run(c, *isa.kernels, in, 160), "with many threads");
   }
@@ -475,6 +475,36 @@ void add_shapes(const Add& add) {
       c.mask_density = 0.05;
       c.masked_keys = 9;
       c.key_heads = 1;
+    });
+  }
+}
+
+void add_few_keys_in_turn(const Add& add) {
+  add("few keys in turn", [](Case& c) {
+    sized(c, 250, 77, 16, 24);
+    c.query_heads = 3, c.key_heads = 1;
+    c.sinks = c.grad_lse = true;
+  });
+  add("few keys in turn, keys that padding hides", [](Case& c) {
+    sized(c, 250, 100, 16, 24);
+    c.batch = 3, c.query_heads = c.key_heads = 1;
+    c.mask = "bc";
+    c.mask_density = 0.05;
+  });
+  add("few keys in turn, NaN and Inf", [](Case& c) {
+    sized(c, 250, 95, 16, 16);
+    c.query_heads = c.key_heads = 1;
+    c.masked_keys = 9;
+    c.mask = "rc";
+    c.dropout = 0.2;
+  });
+  for (const int64_t heads : {1, 5}) {
+    add("few keys in turn, a mask of many batches", [=](Case& c) {  // more than copies of its gradient
+      sized(c, 300, 100, 8, 8);
+      c.batch = 40 / heads, c.query_heads = c.key_heads = heads;
+      c.mask = "rc";
+      c.mask_kind = ScalarKind::kFloat32;
+      c.mask_grad = true;
     });
   }
 }
@@ -883,6 +913,7 @@ std::vector<Case> cases() {
     c.key_len += 150;
     all.push_back(c);
   }
+  add_few_keys_in_turn(add);
   // All of it as a part of a call over more keys; but far rows, whose lse must be made of scores rounded as
   // the kernels round them: tests/test_partial_calls.py has these.
   for (size_t i = 0, count = all.size(); i < count; ++i) {

@@ -52,9 +52,9 @@ ATTN_EXT_INLINE void plan_mask_copies(const BackwardParams& params, int64_t segm
   plan.count = families * plan.mask_copies;
 }
 
-// Whether a tenth of the threads' time or more is lost where each takes whole chains.
-ATTN_EXT_INLINE bool chains_leave_threads_idle(const ChainsPlan& plan, int threads) {
-  return plan.count * 10 < ceil_div(plan.count, threads) * threads * 9;
+// Whether the last thread ends a tenth earlier or more if a chain is `turns` tasks rather than one.
+ATTN_EXT_INLINE bool turns_save_time(const ChainsPlan& plan, int64_t turns, int threads) {
+  return ceil_div(plan.count * turns, threads) * 10 < ceil_div(plan.count, threads) * turns * 9;
 }
 
 // Of the units of its family, those that a chain takes.

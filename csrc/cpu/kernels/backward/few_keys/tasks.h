@@ -10,6 +10,7 @@ namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
 constexpr int64_t kFewKeysTaskWork = 1 << 18;  // multiply-adds of a product beside which a task costs nothing
 constexpr int64_t kFewKeysThreadTasks = 16;    // a thread's at least, where there are several
+constexpr int64_t kFewKeysSharedBytes = 1 << 26;
 template <typename S>
 constexpr int64_t kFewKeysPart = round_up(16, S::kTileRows);  // keys of a part, about
 
@@ -104,12 +105,16 @@ struct FewKeys {
   static int64_t turns_of_unit(const AttentionShape& shape, const FewKeysPlan& plan) {
     return group_size(shape) * plan.row_blocks;
   }
-  // Not where several rows, or heads of a group, add to the same numbers of the mask's gradient.
+  // Not where several rows, or heads of a group, add to the same numbers of the mask's gradient, nor where
+  // the few chains of a shared mask have so many units that their packs would fill the memory.
   static bool takes_turns(const BackwardParams& params, int threads, const BackwardPlan& plan) {
+    const AttentionShape& shape = params.shape;
     const TensorView& mask = params.grad_mask;
-    const bool shared = mask.row_stride == 0 || (mask.head_stride == 0 && group_size(params.shape) > 1);
-    return !(mask.data != nullptr && shared) && turns_of_unit(params.shape, plan.few_keys) > 1 &&
-           chains_leave_threads_idle(plan.chains, threads);
+    const bool rows_share = mask.row_stride == 0 && shape.query_len > 1;
+    const bool heads_share = mask.head_stride == 0 && group_size(shape) > 1;
+    return !(mask.data != nullptr && (rows_share || heads_share)) &&
+           turns_save_time(plan.chains, turns_of_unit(shape, plan.few_keys), threads) &&
+           unit_count(shape) * unit_bytes(shape) <= kFewKeysSharedBytes;
   }
   // dV and dK are two of five products: where one thread at a time adds to the whole of each, no more than
   // five threads find work in a unit.

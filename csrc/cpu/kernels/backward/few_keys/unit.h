@@ -135,13 +135,13 @@ class FewKeysUnit {
                      out + keys.begin * padded_dim<S>(dim));
     args.left = Product::kInRegisters ? left + keys.begin : columns + keys.begin * (s_.block_rows / 2);
     args.left_stride = Product::kInRegisters ? 1 : s_.block_rows / 2;
-    args.left_step = Product::kInRegisters ? stride_ : 0;
+    args.left_step = Product::kInRegisters ? stride_ : 1;
     is_first_block() ? multiply<Product, false>(args) : multiply<Product, true>(args);
   }
   bool is_first_block() const { return first_ == 0 && head_ == unit_.key_head * group_; }
   MultiplyArgs<Product> product_args(int64_t rows, int64_t columns, int64_t depth, Operands<Operand> right,
                                      T* out) const;
-  // As many as whole tiles have, where others cost more: for products of the scratch memory, which has room.
+  // As many as whole tiles have, where others cost more: for products whose memory has room for them.
   static int64_t tile_rows(int64_t count) {
     return Product::kInRegisters ? count : round_up(count, S::kTileRows);
   }

@@ -74,7 +74,7 @@ bool Tiles<S>::takes_turns(const BackwardParams& params, int threads, const Back
     return tiles.segments > 1;
   }
   if (shares_one_number(params)) return false;
-  return meetings_of_chain(params.shape, tiles) > 1 && chains_leave_threads_idle(chains, threads);
+  return turns_save_time(chains, meetings_of_chain(params.shape, tiles), threads);
 }
 
 // More parts let more threads add at a time, but a product of fewer rows takes longer for each, above all in
