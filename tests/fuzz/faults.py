@@ -285,6 +285,7 @@ def try_paths(
 ) -> Iterator[dict[str, Any]]:
     """For each path how many allocations failed, what was wrong, and how the calls ended."""
     environment = os.environ | {"LD_PRELOAD": str(library), "ATTN_EXT_CPU_CAPABILITY": capability}
+    environment |= {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}  # what else runs here, runs on
     left, first = list(names), 0
     while left:
         command = [
