@@ -10,7 +10,7 @@ namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
 constexpr int64_t kFewKeysTaskWork = 1 << 18;  // multiply-adds of a product beside which a task costs nothing
 constexpr int64_t kFewKeysThreadTasks = 16;    // a thread's at least, where there are several
-constexpr int64_t kFewKeysSharedBytes = 1 << 26;
+constexpr int64_t kFewKeysSharedBytes = 1 << 26;  // of all units' packs and sums, where threads take turns
 template <typename S>
 constexpr int64_t kFewKeysPart = round_up(16, S::kTileRows);  // keys of a part, about
 
