@@ -100,23 +100,29 @@ ATTN_EXT_INLINE Vec<double> load_compute(const double* p) {
   return load(p);
 }
 
-ATTN_EXT_INLINE Vec<float> load_compute(const BFloat16* p) {
-  const HalfBits bits = load_half_bits(&p->bits);
+// A vector as it lies in memory, of the type that the pointer names.
+ATTN_EXT_INLINE Vec<float> from_half_bits(HalfBits bits, const BFloat16*) {
   return (Vec<float>)(widen(bits) << 16);
 }
-
-ATTN_EXT_INLINE Vec<float> load_compute(const Float16* p) {
+ATTN_EXT_INLINE Vec<float> from_half_bits(HalfBits bits, const Float16*) {
 #if defined(__AVX512F__)
-  return (Vec<float>)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return (Vec<float>)_mm512_cvtph_ps((__m256i)bits);
 #elif defined(__F16C__)
-  return (Vec<float>)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return (Vec<float>)_mm256_cvtph_ps((__m128i)bits);
 #elif defined(ATTN_EXT_NEON)
-  return (Vec<float>)vcvt_f32_f16((float16x4_t)load_half_bits(&p->bits));
+  return (Vec<float>)vcvt_f32_f16((float16x4_t)bits);
 #else
   Vec<float> v;
-  for (int i = 0; i < kLanes<float>; ++i) v[i] = to_compute(p[i]);
+  for (int i = 0; i < kLanes<float>; ++i) v[i] = to_compute(Float16{bits[i]});
   return v;
 #endif
+}
+
+ATTN_EXT_INLINE Vec<float> load_compute(const BFloat16* p) {
+  return from_half_bits(load_half_bits(&p->bits), p);
+}
+ATTN_EXT_INLINE Vec<float> load_compute(const Float16* p) {
+  return from_half_bits(load_half_bits(&p->bits), p);
 }
 
 ATTN_EXT_INLINE float to_compute(int8_t x) {
@@ -205,24 +211,34 @@ ATTN_EXT_INLINE void copy_partial(Element* to, const Element* from, int64_t coun
   for (int64_t i = 0; i < count; ++i) to[i] = from[i];
 }
 
+// The first `count`, 0 in the other lanes: in registers, as a load of what was just stored in part would wait
+// for the store.
+ATTN_EXT_INLINE HalfBits load_half_bits_partial(const uint16_t* p, int64_t count) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  return (HalfBits)_mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << count) - 1), p);
+#elif defined(__AVX2__)
+  if (count == kLanes<float>) return load_half_bits(p);
+  uint64_t four = 0, rest = 0;
+  const uint16_t* last = p + count / 4 * 4;
+  if (count >= 4) memcpy(&four, p, sizeof(four));
+  if (count % 4 >= 2) memcpy(&rest, last, sizeof(uint32_t));
+  if (count % 2 == 1) rest |= static_cast<uint64_t>(p[count - 1]) << (count % 4 - 1) * 16;
+  return (HalfBits)(count >= 4 ? _mm_set_epi64x(static_cast<int64_t>(rest), static_cast<int64_t>(four))
+                               : _mm_cvtsi64_si128(static_cast<int64_t>(rest)));
+#else
+  HalfBits bits = {};
+  for (int64_t i = 0; i < count; ++i) bits[i] = p[i];
+  return bits;
+#endif
+}
+
 // The first `count` elements, zero in the other lanes.
 template <typename Element>
 ATTN_EXT_INLINE Vec<Compute<Element>> load_compute_partial(const Element* p, int64_t count) {
   if constexpr (sizeof(Element) >= 4) {
     return load_partial(p, count);
   } else {
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
-    // In a register: a load of what was just stored in part would wait for the store.
-    const __m256i bits = _mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << count) - 1), p);
-    if constexpr (std::is_same_v<Element, BFloat16>) {
-      return (Vec<float>)(widen((HalfBits)bits) << 16);
-    } else {
-      return (Vec<float>)_mm512_cvtph_ps(bits);
-    }
-#endif
-    Element padded[kLanes<float>] = {};
-    copy_partial(padded, p, count);
-    return load_compute(padded);
+    return from_half_bits(load_half_bits_partial(&p->bits, count), p);
   }
 }
 
@@ -233,7 +249,7 @@ ATTN_EXT_INLINE Vec<uint32_t> bfloat16_bits(Vec<float> v) {
   return (v != v) ? Vec<uint32_t>{} + 0x7fc0u : rounded;
 }
 
-// A vector as it lies in memory, of the type that the pointer names.
+// The other way around.
 ATTN_EXT_INLINE Vec<float> to_element(Vec<float> v, const float*) {
   return v;
 }

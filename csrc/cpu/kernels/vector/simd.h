@@ -145,6 +145,15 @@ ATTN_EXT_INLINE Vec<T> load_partial(const T* p, int64_t count) {
   } else {
     return (Vec<T>)_mm512_maskz_loadu_epi64(static_cast<__mmask8>((1u << count) - 1), p);
   }
+#elif defined(__AVX2__)
+  if constexpr (sizeof(T) == 4) {
+    const __m256i there = _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)),
+                                             _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    return (Vec<T>)_mm256_maskload_epi32(reinterpret_cast<const int*>(p), there);
+  } else {
+    const __m256i there = _mm256_cmpgt_epi64(_mm256_set1_epi64x(count), _mm256_setr_epi64x(0, 1, 2, 3));
+    return (Vec<T>)_mm256_maskload_epi64(reinterpret_cast<const long long*>(p), there);
+  }
 #else
   Vec<T> v = {};
   for (int64_t i = 0; i < count; ++i) v[i] = p[i];
@@ -160,6 +169,25 @@ ATTN_EXT_INLINE void store_partial(T* p, Vec<T> v, int64_t count) {
   } else {
     _mm512_mask_storeu_epi64(p, static_cast<__mmask8>((1u << count) - 1), (__m512i)v);
   }
+#elif defined(__AVX2__)
+  // Half, quarter and eighth, whichever the count is made of: some processors store slowly by a mask.
+  if (count == kLanes<T>) return store(p, v);
+  __m128i rest = _mm256_castsi256_si128((__m256i)v);
+  if (count >= kLanes<T> / 2) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), rest);
+    rest = _mm256_extracti128_si256((__m256i)v, 1);
+    p += kLanes<T> / 2;
+    count -= kLanes<T> / 2;
+  }
+  if constexpr (sizeof(T) == 4) {
+    if (count >= 2) {
+      _mm_storel_epi64(reinterpret_cast<__m128i*>(p), rest);
+      rest = _mm_unpackhi_epi64(rest, rest);
+      p += 2;
+      count -= 2;
+    }
+  }
+  if (count > 0) memcpy(p, &rest, sizeof(T));
 #else
   for (int64_t i = 0; i < count; ++i) p[i] = v[i];
 #endif

@@ -147,6 +147,15 @@ class KeyQueryBlock {
     return common.begin <= panel && common.end >= smaller(panel + S::kPanel, query_count_);
   }
   uint8_t& live(int64_t cell, int64_t panel) { return live_[cell / cell_size_][panel / S::kPanel]; }
+  // body(queries) for every run of panels that the cell is live in.
+  template <typename Body>
+  ATTN_EXT_INLINE void each_live_run(int64_t cell, Body body) {
+    for (int64_t panel = part_.queries.begin; panel < part_.queries.end; panel += S::kPanel) {
+      const int64_t begin = panel;
+      while (panel < part_.queries.end && live(cell, panel)) panel += S::kPanel;
+      if (panel > begin) body(Range{begin, smaller(panel, query_count_)});
+    }
+  }
   // Columns of a panel that some key of the tile is seen by, from the panel's first on.
   Range panel_span(int64_t tile, int64_t panel) const {
     Range span = intersect(tile_span_[tile / S::kTileRows], {panel, panel + panel_width(panel)});
@@ -175,6 +184,8 @@ class KeyQueryBlock {
                      int64_t dim, T* out, RowsAhead ahead);
   void keep_seen_of_cell(int64_t cell, int64_t panel) const;
   void finish_cell_scores(int64_t cell, int64_t panel);
+  // Of the products, where a mask is added.
+  T scale_beside_mask() const { return units_.scale_first ? units_.scale : static_cast<T>(1); }
   void finish_weights(int64_t cell, int64_t panel);
   template <bool Select>
   void plain_row(T* scores, T* grads, Range span, int64_t panel) const;
@@ -182,7 +193,10 @@ class KeyQueryBlock {
   void finish_side_grads(int64_t cell, int64_t panel);
   void clear_outside(int64_t cell, int64_t panel);
   void pair_cell(int64_t cell, int64_t panel);
-  template <bool Select>
+  void run_plain_cell(int64_t cell, int64_t panel);
+  template <bool Masked, bool Select>
+  void plain_cell(int64_t cell, int64_t panel) const;
+  template <bool Masked, bool Select>
   void plain_paired_cell(int64_t cell, int64_t panel);
   void store_pairs(int64_t panel, int64_t r, int64_t i, const Vec<T> (&weights)[2][2],
                    const Vec<T> (&grads)[2][2]);

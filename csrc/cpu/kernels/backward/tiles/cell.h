@@ -24,11 +24,9 @@ void KeyQueryBlock<S>::run_cell(int64_t cell, int64_t panel) {
   const bool whole = is_whole(cell, panel);
   partial_ = select_all_ || mask_by_key_ || !whole;
   special_ = full_ || pass_ != Pass::kGradients || *queries_.terms.has_far_rows != 0;
+  if (whole && !special_ && (mask_by_key_ || !units_.scale_first)) return run_plain_cell(cell, panel);
   if (!whole || mask_by_key_ || units_.scale_first) finish_cell_scores(cell, panel);
   if (rows_only) return sum_rows(cell, panel);
-  if (S::kPaired && whole && !special_ && !mask_grad_.wanted()) {
-    return partial_ ? plain_paired_cell<true>(cell, panel) : plain_paired_cell<false>(cell, panel);
-  }
   finish_weights(cell, panel);
   if (pass_ == Pass::kDelta) return sum_delta(cell, panel);
   if (!whole) clear_outside(cell, panel);
@@ -40,28 +38,33 @@ void KeyQueryBlock<S>::run_cell(int64_t cell, int64_t panel) {
 template <typename S>
 void KeyQueryBlock<S>::multiply_cell(int64_t cell, int64_t panel, const Operands<Operand>& left,
                                      const Operand* right, int64_t dim, T* out, RowsAhead ahead) {
+  const int64_t rows_to_ask_for = ceil_div(S::kPanel, cell_size_ / S::kTileRows);
+  TileArgs<Product> args{};
+  args.depth = depth_of<Product>(dim);
+  args.left_stride = left.row_stride;
+  args.right_stride = panel_width(panel);
+  args.out_stride = s_.score_stride;
   for (int64_t tile = cell; tile < cell + cell_rows(cell); tile += S::kTileRows) {
     const Range span = panel_span(tile, panel);
     if (is_empty(span)) continue;
-    prefetch_some(ahead, ceil_div(S::kPanel, cell_size_ / S::kTileRows));
-    TileArgs<Product> args{};
-    args.depth = depth_of<Product>(dim);
+    prefetch_some(ahead, rows_to_ask_for);
     args.left = left.data + tile * left.row_stride;
-    args.left_stride = left.row_stride;
     args.right = right + panel * args.depth + span.begin;
-    args.right_stride = panel_width(panel);
     args.out = out + cell_offset(cell, panel, tile) + span.begin;
-    args.out_stride = s_.score_stride;
     tile_function<Product, false>(tile_rows(tile), span.end - span.begin)(args);
   }
+}
+
+// mask: a bias, or 0 and -inf for true and false
+template <typename T>
+ATTN_EXT_INLINE Vec<T> masked_score(Vec<T> product, Vec<T> scale, Vec<T> mask) {
+  return hide_where_minus_inf<T>(mask, keep_seen<T>(multiply_add(product, scale, mask)));
 }
 
 template <typename T>
 inline void add_bias_span(T* scores, const T* bias, int64_t begin, int64_t end, T scale) {
   for (int64_t i = begin; i < end; i += kLanes<T>) {
-    const Vec<T> b = load(bias + i);
-    const Vec<T> sum = multiply_add(load(scores + i), broadcast(scale), b);
-    store(scores + i, hide_where_minus_inf<T>(b, keep_seen<T>(sum)));
+    store(scores + i, masked_score<T>(load(scores + i), broadcast(scale), load(bias + i)));
   }
 }
 
@@ -94,19 +97,26 @@ void KeyQueryBlock<S>::keep_seen_of_cell(int64_t cell, int64_t panel) const {
   }
 }
 
-// P and dS = P (dP - delta), in place; Select: dP may be anything where a key is hidden.
+// P and dS = P (dP - delta) of a vector of scores and dP; Select: dP may be anything where a key is hidden.
+template <bool Select, typename T>
+ATTN_EXT_INLINE void make_weights(Vec<T> score, Vec<T> scale, Vec<T> lse, Vec<T> delta, Vec<T>& weight,
+                                  Vec<T>& grad) {
+  weight = weights_of<T, Select>(score, scale, lse);
+  grad = weight * (grad - delta);
+  if constexpr (Select) grad = is_hidden<T>(score, lse) ? Vec<T>{} : grad;
+}
+
 template <typename S>
 template <bool Select>
 void KeyQueryBlock<S>::plain_row(T* scores, T* grads, Range span, int64_t panel) const {
-  const Vec<T> factor = broadcast(units_.softmax_scale);
+  const Vec<T> scale = broadcast(units_.softmax_scale);
   const T* lse = queries_.terms.lse + panel;
   const T* delta = queries_.terms.delta + panel;
   for (int64_t i = span.begin; i < span.end; i += S::kLane) {
-    const Vec<T> s = load(scores + i), row_lse = load(lse + i);
-    const Vec<T> p = weights_of<T, Select>(s, factor, row_lse);
-    const Vec<T> grad = p * (load(grads + i) - load(delta + i));
-    store(scores + i, p);
-    store(grads + i, Select ? (is_hidden<T>(s, row_lse) ? Vec<T>{} : grad) : grad);
+    Vec<T> weight, grad = load(grads + i);
+    make_weights<Select, T>(load(scores + i), scale, load(lse + i), load(delta + i), weight, grad);
+    store(scores + i, weight);
+    store(grads + i, grad);
   }
 }
 
@@ -245,19 +255,59 @@ void KeyQueryBlock<S>::pair_cell(int64_t cell, int64_t panel) {
   }
 }
 
-// finish_weights() and pair_cell() at once for cells with nothing special about them, P and dS never
-// leaving the registers as float.
+// A cell with nothing special about it, in one pass: what the mask does to the scores, and P and dS.
 template <typename S>
-template <bool Select>
+void KeyQueryBlock<S>::run_plain_cell(int64_t cell, int64_t panel) {
+  const auto run = [&](auto masked, auto select) {
+    constexpr bool kMasked = decltype(masked)::value, kSelect = decltype(select)::value;
+    if (S::kPaired && !mask_grad_.wanted()) return plain_paired_cell<kMasked, kSelect>(cell, panel);
+    plain_cell<kMasked, kSelect>(cell, panel);
+    finish_side_grads(cell, panel);
+    pair_cell(cell, panel);
+  };
+  if (mask_by_key_) return run(std::true_type{}, std::true_type{});
+  select_all_ ? run(std::false_type{}, std::true_type{}) : run(std::false_type{}, std::false_type{});
+}
+
+// A column of vectors at a time, so that lse and delta stay in registers.
+template <typename S>
+template <bool Masked, bool Select>
+void KeyQueryBlock<S>::plain_cell(int64_t cell, int64_t panel) const {
+  const Vec<T> scale = broadcast(units_.softmax_scale), mask_scale = broadcast(scale_beside_mask());
+  for (int64_t i = 0; i < panel_width(panel); i += S::kLane) {
+    const Vec<T> lse = load(queries_.terms.lse + panel + i), delta = load(queries_.terms.delta + panel + i);
+    T* scores = score_row(cell, panel, cell) + i;
+    T* grads = grad_row(cell, panel, cell) + i;
+    const T* mask = Masked ? s_.bias + i : nullptr;
+    for (int64_t r = cell_rows(cell); r > 0; --r) {
+      Vec<T> score = load(scores), weight, grad = load(grads);
+      if constexpr (Masked) {
+        score = masked_score<T>(score, mask_scale, load(mask));
+        mask += S::kPanel;
+      }
+      make_weights<Select, T>(score, scale, lse, delta, weight, grad);
+      store(scores, weight);
+      store(grads, grad);
+      scores += s_.score_stride;
+      grads += s_.score_stride;
+    }
+  }
+}
+
+// The same where pairs follow, P and dS never leaving the registers as float.
+template <typename S>
+template <bool Masked, bool Select>
 void KeyQueryBlock<S>::plain_paired_cell(int64_t cell, int64_t panel) {
-  const Vec<T> factor = broadcast(units_.softmax_scale);
+  const Vec<T> scale = broadcast(units_.softmax_scale), mask_scale = broadcast(scale_beside_mask());
   const T* lse = queries_.terms.lse + panel;
   const T* delta = queries_.terms.delta + panel;
   const auto make = [&](int64_t r, int64_t i, Vec<T> & weight, Vec<T> & grad) __attribute__((always_inline)) {
-    const Vec<T> s = load(score_row(cell, panel, r) + i), row_lse = load(lse + i);
-    weight = weights_of<T, Select>(s, factor, row_lse);
-    grad = weight * (load(grad_row(cell, panel, r) + i) - load(delta + i));
-    if constexpr (Select) grad = is_hidden<T>(s, row_lse) ? Vec<T>{} : grad;
+    Vec<T> score = load(score_row(cell, panel, r) + i);
+    if constexpr (Masked) {
+      score = masked_score<T>(score, mask_scale, load(s_.bias + (r - cell) * S::kPanel + i));
+    }
+    grad = load(grad_row(cell, panel, r) + i);
+    make_weights<Select, T>(score, scale, load(lse + i), load(delta + i), weight, grad);
   };
   make_pairs_of_cell(cell, panel, make);
 }

@@ -11,29 +11,26 @@ template <typename S>
 void KeyQueryBlock<S>::add_key_side(const Operand* left, const Operands<Operand>& right, int64_t dim,
                                     T* out) {
   const int64_t width = panel_width_of<S>(dim);
-  const int64_t out_stride = padded_dim<S>(dim);
-  for (int64_t column = 0; column < out_stride; column += width) {
+  TileArgs<Product> args{};
+  args.left_stride = s_.operand_stride;
+  args.right_stride = right.row_stride;
+  args.out_stride = padded_dim<S>(dim);
+  for (int64_t column = 0; column < args.out_stride; column += width) {
     const int64_t columns = round_up(smaller(width, dim - column), kColumnStep<T>);
-    for (int64_t tile = part_.keys.begin; tile < part_.keys.end; tile += S::kTileRows) {
-      const int64_t cell = round_down(tile, cell_size_);
-      const auto product = tile_function<Product, true>(tile_rows(tile), columns);
-      for (int64_t panel = part_.queries.begin; panel < part_.queries.end;) {
-        int64_t end = panel;
-        while (end < part_.queries.end && live(cell, end)) end += S::kPanel;
-        const Range run = intersect(tile_span_[tile / S::kTileRows], {panel, smaller(end, query_count_)});
-        panel = end + S::kPanel;
-        if (is_empty(run)) continue;
-        TileArgs<Product> args{};
-        const int64_t begin = run.begin / S::kDepth;
-        args.depth = depth_of<Product>(run.end) - begin;
-        args.left = left + tile * s_.operand_stride + begin;
-        args.left_stride = s_.operand_stride;
-        args.right = right.data + column / width * right.panel_stride + begin * right.row_stride;
-        args.right_stride = right.row_stride;
-        args.out = out + tile * out_stride + column;
-        args.out_stride = out_stride;
-        product(args);
-      }
+    const Operand* panel_rows = right.data + column / width * right.panel_stride;
+    for (int64_t cell = part_.keys.begin; cell < part_.keys.end; cell += cell_size_) {
+      each_live_run(cell, [&](Range live) {
+        for (int64_t tile = cell; tile < cell + cell_rows(cell); tile += S::kTileRows) {
+          const Range run = intersect(tile_span_[tile / S::kTileRows], live);
+          if (is_empty(run)) continue;
+          const int64_t begin = run.begin / S::kDepth;
+          args.depth = depth_of<Product>(run.end) - begin;
+          args.left = left + tile * s_.operand_stride + begin;
+          args.right = panel_rows + begin * right.row_stride;
+          args.out = out + tile * args.out_stride + column;
+          tile_function<Product, true>(tile_rows(tile), columns)(args);
+        }
+      });
     }
   }
 }
