@@ -38,3 +38,10 @@ def test_a_failed_allocation_is_one_exception():
 @pytest.mark.slow
 def test_a_failed_allocation_of_the_composition_is_one_exception():
     assert " 0 wrong" in run("--capability", "aten", *(f"--only={pattern}" for pattern in COMPOSITION))
+
+
+def test_every_none_is_refused():
+    command = [sys.executable, str(FAULTS), "--every", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 2
+    assert "--every: expected a number of 1 or more, got 0" in done.stderr

@@ -339,6 +339,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--at", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.every < 1:
+        parser.error(f"argument --every: expected a number of 1 or more, got {options.every}")
     if options.worker:
         work(options.worker.split(","), options.first, options.every, options.at)
         return 0
