@@ -21,6 +21,9 @@ struct ScoreUnits {
   T softcap;         // times log2 e; 0: none
   T inverse_cap;     // 1 / softcap: scale / softcap in one might vanish, and Inf times that be NaN
   T softmax_scale;   // of the softmax pass
+
+  // What products are multiplied by where a mask is added to them.
+  T beside_mask() const { return scale_first && !capped ? scale : static_cast<T>(1); }
 };
 
 ATTN_EXT_INLINE bool is_biased(const ScoreRule& rule) {
@@ -273,7 +276,7 @@ ATTN_EXT_INLINE void finish_scores(T* scores, T* cap_slope, Range computed, Rang
   } else if (scale_here && !mask_scales) {
     scale_seen_span(scores, computed.begin, computed.end, units.scale);
   }
-  add_mask(scale_here ? units.scale : static_cast<T>(1));
+  add_mask(units.beside_mask());
   hide_outside(scores, computed, seen);
 }
 

@@ -100,7 +100,7 @@ ATTN_EXT_INLINE Vec<double> load_compute(const double* p) {
   return load(p);
 }
 
-// A vector as it lies in memory, of the type that the pointer names.
+// Floats from a vector as it lies in memory, of the type that the pointer names.
 ATTN_EXT_INLINE Vec<float> from_half_bits(HalfBits bits, const BFloat16*) {
   return (Vec<float>)(widen(bits) << 16);
 }
@@ -211,12 +211,12 @@ ATTN_EXT_INLINE void copy_partial(Element* to, const Element* from, int64_t coun
   for (int64_t i = 0; i < count; ++i) to[i] = from[i];
 }
 
-// The first `count`, 0 in the other lanes: in registers, as a load of what was just stored in part would wait
-// for the store.
+// The first `count`, 0 in the other lanes.
 ATTN_EXT_INLINE HalfBits load_half_bits_partial(const uint16_t* p, int64_t count) {
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
   return (HalfBits)_mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << count) - 1), p);
 #elif defined(__AVX2__)
+  // In registers: a load of what was just stored in part would wait for the store.
   if (count == kLanes<float>) return load_half_bits(p);
   uint64_t four = 0, rest = 0;
   const uint16_t* last = p + count / 4 * 4;
@@ -226,9 +226,9 @@ ATTN_EXT_INLINE HalfBits load_half_bits_partial(const uint16_t* p, int64_t count
   return (HalfBits)(count >= 4 ? _mm_set_epi64x(static_cast<int64_t>(rest), static_cast<int64_t>(four))
                                : _mm_cvtsi64_si128(static_cast<int64_t>(rest)));
 #else
-  HalfBits bits = {};
-  for (int64_t i = 0; i < count; ++i) bits[i] = p[i];
-  return bits;
+  uint16_t padded[kLanes<float>] = {};  // as Clang takes a vector through memory for each lane
+  copy_partial(padded, p, count);
+  return load_half_bits(padded);
 #endif
 }
 
@@ -249,7 +249,7 @@ ATTN_EXT_INLINE Vec<uint32_t> bfloat16_bits(Vec<float> v) {
   return (v != v) ? Vec<uint32_t>{} + 0x7fc0u : rounded;
 }
 
-// The other way around.
+// A vector as it lies in memory, of the type that the pointer names.
 ATTN_EXT_INLINE Vec<float> to_element(Vec<float> v, const float*) {
   return v;
 }

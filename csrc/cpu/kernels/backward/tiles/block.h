@@ -50,7 +50,9 @@ KeyQueryScratch<S> take_key_query_scratch(Arena& arena, const BackwardParams& pa
   using Operand = typename S::Operand;
   KeyQueryScratch<S> s{};
   const int64_t cell = (larger(kCellRows<S>, kMaskCellRows<S>) + S::kLane) * S::kPanel;
-  const int64_t padded = queries + S::kLane * S::kDepth;  // off the powers of two that share cache sets
+  const int64_t step = S::kLane * S::kDepth;
+  int64_t padded = queries + step;  // off the powers of two that share cache sets
+  if ((padded & (padded - 1)) == 0) padded += step;
   s.operand_stride = padded / S::kDepth;
   s.weights_left = take<Operand>(arena, (keys + kCellRows<S>)*s.operand_stride);
   s.grads_left = take<Operand>(arena, (keys + kCellRows<S>)*s.operand_stride);
@@ -184,10 +186,7 @@ class KeyQueryBlock {
                      int64_t dim, T* out, RowsAhead ahead);
   void keep_seen_of_cell(int64_t cell, int64_t panel) const;
   void finish_cell_scores(int64_t cell, int64_t panel);
-  // Of the products, where a mask is added.
-  T scale_beside_mask() const { return units_.scale_first ? units_.scale : static_cast<T>(1); }
   void finish_weights(int64_t cell, int64_t panel);
-  template <bool Select>
   void plain_row(T* scores, T* grads, Range span, int64_t panel) const;
   void full_row(int64_t cell, int64_t panel, int64_t r, Range columns) const;
   void finish_side_grads(int64_t cell, int64_t panel);
@@ -228,7 +227,7 @@ class KeyQueryBlock {
   const KeyQueryScratch<S>& s_;
   const ScoreUnits<T> units_;
   const bool wants_grads_;   // of the scores: for query, key or mask
-  const bool full_;          // any of what plain_row does not know
+  const bool full_;          // any of what cells and rows with nothing special know nothing of
   const int64_t cell_size_;  // keys of a cell
   MaskGrad<S> mask_grad_;
   int64_t batch_ = 0, key_head_ = 0, key_first_ = 0, key_count_ = 0;
@@ -242,7 +241,6 @@ class KeyQueryBlock {
   bool select_all_ = false;   // some dP may not be finite where P is 0
   Pass pass_ = Pass::kGradients;
   bool special_ = false;              // full_, or rows that are far
-  bool partial_ = false;              // of the cell being worked on: something in it is not visible
   int64_t keep_first_ = 0;            // key of the first row of `keep`
   Range row_span_[kMaxBackwardKeys];  // queries, from the block's first on, that see the key; the mask apart
   Range tile_span_[kMaxBackwardKeys / S::kTileRows + 1];  // hull of the rows', in whole steps

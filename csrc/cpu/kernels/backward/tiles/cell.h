@@ -22,9 +22,8 @@ void KeyQueryBlock<S>::run_cell(int64_t cell, int64_t panel) {
   if (mask_by_key_) load_bias_cell(cell, panel);
   if (with_grads && params_.grad_weights.data != nullptr) load_weight_grads_cell(cell, panel);
   const bool whole = is_whole(cell, panel);
-  partial_ = select_all_ || mask_by_key_ || !whole;
   special_ = full_ || pass_ != Pass::kGradients || *queries_.terms.has_far_rows != 0;
-  if (whole && !special_ && (mask_by_key_ || !units_.scale_first)) return run_plain_cell(cell, panel);
+  if (whole && !special_) return run_plain_cell(cell, panel);
   if (!whole || mask_by_key_ || units_.scale_first) finish_cell_scores(cell, panel);
   if (rows_only) return sum_rows(cell, panel);
   finish_weights(cell, panel);
@@ -97,7 +96,8 @@ void KeyQueryBlock<S>::keep_seen_of_cell(int64_t cell, int64_t panel) const {
   }
 }
 
-// P and dS = P (dP - delta) of a vector of scores and dP; Select: dP may be anything where a key is hidden.
+// P and dS = P (dP - delta) of a vector of scores; grad: dP, then dS. Select: dP may be anything where a key
+// is hidden.
 template <bool Select, typename T>
 ATTN_EXT_INLINE void make_weights(Vec<T> score, Vec<T> scale, Vec<T> lse, Vec<T> delta, Vec<T>& weight,
                                   Vec<T>& grad) {
@@ -107,14 +107,13 @@ ATTN_EXT_INLINE void make_weights(Vec<T> score, Vec<T> scale, Vec<T> lse, Vec<T>
 }
 
 template <typename S>
-template <bool Select>
 void KeyQueryBlock<S>::plain_row(T* scores, T* grads, Range span, int64_t panel) const {
   const Vec<T> scale = broadcast(units_.softmax_scale);
   const T* lse = queries_.terms.lse + panel;
   const T* delta = queries_.terms.delta + panel;
   for (int64_t i = span.begin; i < span.end; i += S::kLane) {
     Vec<T> weight, grad = load(grads + i);
-    make_weights<Select, T>(load(scores + i), scale, load(lse + i), load(delta + i), weight, grad);
+    make_weights<true, T>(load(scores + i), scale, load(lse + i), load(delta + i), weight, grad);
     store(scores + i, weight);
     store(grads + i, grad);
   }
@@ -150,10 +149,8 @@ void KeyQueryBlock<S>::finish_weights(int64_t cell, int64_t panel) {
     if (is_empty(span)) continue;
     if (special_) {
       full_row(cell, panel, r, span);
-    } else if (partial_) {
-      plain_row<true>(score_row(cell, panel, r), grad_row(cell, panel, r), span, panel);
     } else {
-      plain_row<false>(score_row(cell, panel, r), grad_row(cell, panel, r), span, panel);
+      plain_row(score_row(cell, panel, r), grad_row(cell, panel, r), span, panel);
     }
   }
 }
@@ -255,16 +252,20 @@ void KeyQueryBlock<S>::pair_cell(int64_t cell, int64_t panel) {
   }
 }
 
-// A cell with nothing special about it, in one pass: what the mask does to the scores, and P and dS.
+// A cell with nothing special about it, all of whose keys every query sees but for a mask: what that does to
+// the scores, and P and dS, at once.
 template <typename S>
 void KeyQueryBlock<S>::run_plain_cell(int64_t cell, int64_t panel) {
   const auto run = [&](auto masked, auto select) {
     constexpr bool kMasked = decltype(masked)::value, kSelect = decltype(select)::value;
-    if (S::kPaired && !mask_grad_.wanted()) return plain_paired_cell<kMasked, kSelect>(cell, panel);
+    if constexpr (S::kPaired) {
+      if (!mask_grad_.wanted()) return plain_paired_cell<kMasked, kSelect>(cell, panel);
+    }
     plain_cell<kMasked, kSelect>(cell, panel);
     finish_side_grads(cell, panel);
     pair_cell(cell, panel);
   };
+  if (units_.scale_first && !mask_by_key_) finish_cell_scores(cell, panel);
   if (mask_by_key_) return run(std::true_type{}, std::true_type{});
   select_all_ ? run(std::false_type{}, std::true_type{}) : run(std::false_type{}, std::false_type{});
 }
@@ -273,7 +274,7 @@ void KeyQueryBlock<S>::run_plain_cell(int64_t cell, int64_t panel) {
 template <typename S>
 template <bool Masked, bool Select>
 void KeyQueryBlock<S>::plain_cell(int64_t cell, int64_t panel) const {
-  const Vec<T> scale = broadcast(units_.softmax_scale), mask_scale = broadcast(scale_beside_mask());
+  const Vec<T> scale = broadcast(units_.softmax_scale), mask_scale = broadcast(units_.beside_mask());
   for (int64_t i = 0; i < panel_width(panel); i += S::kLane) {
     const Vec<T> lse = load(queries_.terms.lse + panel + i), delta = load(queries_.terms.delta + panel + i);
     T* scores = score_row(cell, panel, cell) + i;
@@ -298,7 +299,7 @@ void KeyQueryBlock<S>::plain_cell(int64_t cell, int64_t panel) const {
 template <typename S>
 template <bool Masked, bool Select>
 void KeyQueryBlock<S>::plain_paired_cell(int64_t cell, int64_t panel) {
-  const Vec<T> scale = broadcast(units_.softmax_scale), mask_scale = broadcast(scale_beside_mask());
+  const Vec<T> scale = broadcast(units_.softmax_scale), mask_scale = broadcast(units_.beside_mask());
   const T* lse = queries_.terms.lse + panel;
   const T* delta = queries_.terms.delta + panel;
   const auto make = [&](int64_t r, int64_t i, Vec<T> & weight, Vec<T> & grad) __attribute__((always_inline)) {

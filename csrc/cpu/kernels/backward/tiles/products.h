@@ -10,24 +10,24 @@ namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 template <typename S>
 void KeyQueryBlock<S>::add_key_side(const Operand* left, const Operands<Operand>& right, int64_t dim,
                                     T* out) {
-  const int64_t width = panel_width_of<S>(dim);
+  const int64_t width = panel_width_of<S>(dim), out_stride = padded_dim<S>(dim);
   TileArgs<Product> args{};
   args.left_stride = s_.operand_stride;
   args.right_stride = right.row_stride;
-  args.out_stride = padded_dim<S>(dim);
-  for (int64_t column = 0; column < args.out_stride; column += width) {
+  args.out_stride = out_stride;
+  for (int64_t column = 0; column < out_stride; column += width) {
     const int64_t columns = round_up(smaller(width, dim - column), kColumnStep<T>);
     const Operand* panel_rows = right.data + column / width * right.panel_stride;
     for (int64_t cell = part_.keys.begin; cell < part_.keys.end; cell += cell_size_) {
-      each_live_run(cell, [&](Range live) {
+      each_live_run(cell, [&](Range queries) {
         for (int64_t tile = cell; tile < cell + cell_rows(cell); tile += S::kTileRows) {
-          const Range run = intersect(tile_span_[tile / S::kTileRows], live);
+          const Range run = intersect(tile_span_[tile / S::kTileRows], queries);
           if (is_empty(run)) continue;
           const int64_t begin = run.begin / S::kDepth;
           args.depth = depth_of<Product>(run.end) - begin;
           args.left = left + tile * s_.operand_stride + begin;
           args.right = panel_rows + begin * right.row_stride;
-          args.out = out + tile * args.out_stride + column;
+          args.out = out + tile * out_stride + column;
           tile_function<Product, true>(tile_rows(tile), columns)(args);
         }
       });
