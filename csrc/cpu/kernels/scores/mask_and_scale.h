@@ -270,10 +270,9 @@ ATTN_EXT_INLINE void scale_seen_span(T* scores, int64_t begin, int64_t end, T sc
 template <typename T, typename AddMask>
 ATTN_EXT_INLINE void finish_scores(T* scores, T* cap_slope, Range computed, Range seen,
                                    const ScoreUnits<T>& units, bool mask_scales, AddMask add_mask) {
-  const bool scale_here = units.scale_first && !units.capped;
   if (units.capped) {
     cap_span(scores, cap_slope, computed.begin, computed.end, units);
-  } else if (scale_here && !mask_scales) {
+  } else if (units.scale_first && !mask_scales) {
     scale_seen_span(scores, computed.begin, computed.end, units.scale);
   }
   add_mask(units.beside_mask());

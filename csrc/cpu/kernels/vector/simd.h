@@ -147,12 +147,11 @@ ATTN_EXT_INLINE Vec<T> load_partial(const T* p, int64_t count) {
   }
 #elif defined(__AVX2__)
   if constexpr (sizeof(T) == 4) {
-    const __m256i there = _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)),
-                                             _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
-    return (Vec<T>)_mm256_maskload_epi32(reinterpret_cast<const int*>(p), there);
+    const auto there = lane_index<int32_t>() < broadcast(static_cast<int32_t>(count));
+    return (Vec<T>)_mm256_maskload_epi32(reinterpret_cast<const int*>(p), (__m256i)there);
   } else {
-    const __m256i there = _mm256_cmpgt_epi64(_mm256_set1_epi64x(count), _mm256_setr_epi64x(0, 1, 2, 3));
-    return (Vec<T>)_mm256_maskload_epi64(reinterpret_cast<const long long*>(p), there);
+    const auto there = lane_index<int64_t>() < broadcast(count);
+    return (Vec<T>)_mm256_maskload_epi64(reinterpret_cast<const long long*>(p), (__m256i)there);
   }
 #else
   Vec<T> v = {};

@@ -227,7 +227,7 @@ class KeyQueryBlock {
   const KeyQueryScratch<S>& s_;
   const ScoreUnits<T> units_;
   const bool wants_grads_;   // of the scores: for query, key or mask
-  const bool full_;          // any of what cells and rows with nothing special know nothing of
+  const bool full_;          // any of what plain_cell and plain_row do not know
   const int64_t cell_size_;  // keys of a cell
   MaskGrad<S> mask_grad_;
   int64_t batch_ = 0, key_head_ = 0, key_first_ = 0, key_count_ = 0;
