@@ -14,12 +14,13 @@ constexpr int64_t kSmallKeys = 16;
 constexpr int64_t kSmallDim = 64;
 
 // As few query rows as this take their own path: of a tile with many columns they would leave most idle. A
-// matrix unit makes up for that; and with small dims all else that is done to a row tells.
+// matrix unit makes up for that, products of pairs for half of it; and with small dims all else that is done
+// to a row tells.
 template <typename S>
 ATTN_EXT_INLINE int64_t backward_few_rows(const AttentionShape& shape) {
   if (!S::Product::kInRegisters || S::kPanel < 64) return 8;
   const int64_t dims = shape.head_dim + shape.value_dim;
-  return dims >= 128 ? 24 : dims >= 64 ? 12 : 8;
+  return dims < 64 ? 8 : dims < 128 || S::kPaired ? 12 : 24;
 }
 
 template <typename S>

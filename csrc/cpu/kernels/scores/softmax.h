@@ -7,19 +7,42 @@
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
+// Vectors that are worked on side by side, as one alone waits for itself.
+constexpr int kSoftmaxVectors = 4;
+
 template <typename T>
 ATTN_EXT_INLINE Vec<T> max_span(const T* scores, int64_t begin, int64_t end, Vec<T> top) {
-  for (int64_t j = begin; j < end; j += kLanes<T>) top = maximum(top, load(scores + j));
-  return top;
+  constexpr int64_t kStep = kSoftmaxVectors * kLanes<T>;
+  Vec<T> tops[kSoftmaxVectors] = {top, top, top, top};
+  int64_t j = begin;
+  for (; j + kStep <= end; j += kStep) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kSoftmaxVectors; ++v) tops[v] = maximum(tops[v], load(scores + j + v * kLanes<T>));
+  }
+  for (; j < end; j += kLanes<T>) tops[0] = maximum(tops[0], load(scores + j));
+  return maximum(maximum(tops[0], tops[1]), maximum(tops[2], tops[3]));
 }
 
 // Lane i always sums the columns i, i + lanes, ...: the sum does not depend on where a span begins.
 template <typename T>
 ATTN_EXT_INLINE Vec<T> exp_span(T* scores, int64_t begin, int64_t end, T scale, T row_max, Vec<T> sum) {
+  constexpr int64_t kStep = kSoftmaxVectors * kLanes<T>;
   const Vec<T> factor = broadcast(scale);
   const Vec<T> shift = broadcast(-row_max);
-  for (int64_t j = begin; j < end; j += kLanes<T>) {
-    const Vec<T> p = exp2<T>(multiply_add(load(scores + j), factor, shift));
+  const auto weights = [&](int64_t j) { return exp2<T>(multiply_add(load(scores + j), factor, shift)); };
+  int64_t j = begin;
+  for (; j + kStep <= end; j += kStep) {
+    Vec<T> p[kSoftmaxVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kSoftmaxVectors; ++v) p[v] = weights(j + v * kLanes<T>);
+#pragma GCC unroll 4
+    for (int v = 0; v < kSoftmaxVectors; ++v) {
+      store(scores + j + v * kLanes<T>, p[v]);
+      sum += p[v];
+    }
+  }
+  for (; j < end; j += kLanes<T>) {
+    const Vec<T> p = weights(j);
     store(scores + j, p);
     sum += p;
   }
@@ -43,17 +66,23 @@ ATTN_EXT_INLINE void store_paired(float* row, int64_t j, Vec<float> p0, Vec<floa
 inline Vec<float> exp_span_paired(float* scores, int64_t begin, int64_t end, float scale, float row_max,
                                   Vec<float> sum) {
   constexpr int64_t kWidth = kLanes<float>;
+  constexpr int64_t kStep = kSoftmaxVectors * kWidth;
   const Vec<float> factor = broadcast(scale);
   const Vec<float> shift = broadcast(-row_max);
+  const auto weights = [&](int64_t j) { return exp2<float>(multiply_add(load(scores + j), factor, shift)); };
   int64_t j = begin;
-  for (; j + 2 * kWidth <= end; j += 2 * kWidth) {
-    const Vec<float> p0 = exp2<float>(multiply_add(load(scores + j), factor, shift));
-    const Vec<float> p1 = exp2<float>(multiply_add(load(scores + j + kWidth), factor, shift));
-    store_paired(scores, j, p0, p1);
-    sum = (sum + p0) + p1;
+  for (; j + kStep <= end; j += kStep) {
+    Vec<float> p[kSoftmaxVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kSoftmaxVectors; ++v) p[v] = weights(j + v * kWidth);
+#pragma GCC unroll 4
+    for (int v = 0; v < kSoftmaxVectors; v += 2) {
+      store_paired(scores, j + v * kWidth, p[v], p[v + 1]);
+      sum = (sum + p[v]) + p[v + 1];
+    }
   }
-  if (j < end) {
-    const Vec<float> p = exp2<float>(multiply_add(load(scores + j), factor, shift));
+  for (; j < end; j += kWidth) {
+    const Vec<float> p = weights(j);
     store_paired(scores, j, p);
     sum += p;
   }
