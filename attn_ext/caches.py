@@ -38,8 +38,8 @@ class KeyValueCache:
         device: where it is.
 
     Attributes:
-        key_pages: :math:`(P, \text{page}, H_{kv}, D)`.
-        value_pages: :math:`(P, \text{page}, H_{kv}, D_v)`.
+        key_pages: :math:`(P, \text{page}, H_{kv}, D)`, in memory :math:`(P, H_{kv}, \text{page}, D)`.
+        value_pages: :math:`(P, \text{page}, H_{kv}, D_v)`, in the same order.
         key_scale: :math:`(P, \text{page}, H_{kv}, 1)` for int8 and float8, else None.
         value_scale: the same of the values.
         block_table: :math:`(B, \text{most pages})`, the pages of each sequence, -1 where it has none.
@@ -90,12 +90,13 @@ class KeyValueCache:
             )
         self.max_length = max_length
         self.in_pages = page_size is not None
+        # A head reads its own rows of a page: where they lie side by side, it reads them in one go.
         self.key_pages: Tensor = torch.ops.attn_ext._cache_zeros(
-            [pages, page_rows, num_heads, head_dim], dtype=dtype, device=device
-        )
+            [pages, num_heads, page_rows, head_dim], dtype=dtype, device=device
+        ).transpose(1, 2)
         self.value_pages: Tensor = torch.ops.attn_ext._cache_zeros(
-            [pages, page_rows, num_heads, value_dim], dtype=dtype, device=device
-        )
+            [pages, num_heads, page_rows, value_dim], dtype=dtype, device=device
+        ).transpose(1, 2)
         key_scale: Tensor | None = None
         value_scale: Tensor | None = None
         # The number that the largest of a row is stored as; 0 where rows are stored as they are.
@@ -105,8 +106,8 @@ class KeyValueCache:
         elif self.key_pages.dtype == torch.float8_e4m3fn:
             self.largest = 448.0
         if self.largest > 0:
-            key_scale = torch.ones(pages, page_rows, num_heads, 1, device=device, dtype=torch.float32)
-            value_scale = torch.ones(pages, page_rows, num_heads, 1, device=device, dtype=torch.float32)
+            ones = torch.ones(2, pages, num_heads, page_rows, 1, device=device, dtype=torch.float32)
+            key_scale, value_scale = ones.transpose(2, 3).unbind()
         self.key_scale = key_scale
         self.value_scale = value_scale
         self.lengths: Tensor = torch.zeros(batch_size, dtype=torch.long, device=device)
@@ -341,8 +342,8 @@ class KeyValueCache:
             )
         table, taken = self._with_pages(self._of(self.block_table, sequences), before, after)
         page_rows = self.key_pages.size(1)
-        pages = table[sequence, place // page_rows]
-        slots = (pages * page_rows + place % page_rows).flatten()
+        pages, page_place = table[sequence, place // page_rows].flatten(), (place % page_rows).flatten()
+        slots = pages * page_rows + page_place
         key, value = rows
         key_scale, value_scale = self.key_scale, self.value_scale
         if key_scale is None or value_scale is None:
@@ -350,8 +351,8 @@ class KeyValueCache:
         else:
             of_key, of_value = self._scale(key), self._scale(value)
             cache_write_(self.key_pages, self.value_pages, key / of_key, value / of_value, slots)
-            key_scale.flatten(0, 1).index_copy_(0, slots, of_key)
-            value_scale.flatten(0, 1).index_copy_(0, slots, of_value)
+            key_scale.index_put_((pages, page_place), of_key)
+            value_scale.index_put_((pages, page_place), of_value)
         self._put(self.lengths, sequences, after)
         if taken > 0:
             self._put(self.block_table, sequences, table)

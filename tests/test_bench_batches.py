@@ -153,10 +153,10 @@ class TestPagedCommand:
     def test_prints_everyone_and_what_is_aimed_at(self, capsys):
         assert run("--paged", "--dtype", "bfloat16") == 0
         printed = capsys.readouterr().out
-        columns = "cell +page 16 +page 1 +page 256 +int8 page 16 +alone +packed +F.sdpa"
+        columns = "cell +page 16 +page 1 +page 256 +page 16 by rows +int8 page 16 +alone +packed +F.sdpa"
         ratios = "to alone +to packed +to F.sdpa +int8 +of the limit"
         assert re.search(rf"^{columns} +{ratios} +spread$", printed, re.M)
-        times = r"( +0.122 ms){4} +0.366 ms( +0.122 ms){2}"
+        times = r"( +0.122 ms){5} +0.366 ms( +0.122 ms){2}"
         assert re.search(rf"^small{times} +3.00 x( +1.00 x){{3}} +- +0%$", printed, re.M)
         assert printed.endswith("\nto alone: aim at least 0.95 x, reached in small\n")
 
@@ -266,7 +266,8 @@ class TestPaged:
     def test_all_compute_the_same(self, dtype):
         problem = paged.make_problem(SMALL_CACHE, dtype)
         found = paged.errors(problem, paged.entries(problem))
-        assert set(found) == {"page 16", "page 1", "page 256", "int8 page 16", "alone", "packed", "F.sdpa"}
+        in_pages = {"page 16", "page 1", "page 256", "page 16 by rows", "int8 page 16"}
+        assert set(found) == in_pages | {"alone", "packed", "F.sdpa"}
         assert max(found.values()) < (1e-5 if dtype == torch.float32 else checks.TOLERANCE[dtype])
 
     def test_a_wrong_one_is_seen(self, monkeypatch):
@@ -274,20 +275,22 @@ class TestPaged:
         monkeypatch.setattr(attn_ext, "sdpa_paged", lambda query, *_, **__: query.clone())
         assert paged.errors(problem, paged.entries(problem))["page 16"] > 0.5
 
+    @pytest.mark.parametrize("by_rows", [False, True], ids=["by heads", "by rows"])
     @pytest.mark.parametrize("size", [1, 3, 16, 256])
-    def test_pages_hold_the_rows_in_no_order(self, size):
+    def test_pages_hold_the_rows_in_no_order(self, size, by_rows):
         lengths = SMALL_CACHE.lengths
         pages = paged.make_pages(lengths, size)
-        rows = torch.arange(sum(lengths))[:, None]
-        pool = pages.lay(rows)
-        assert pool.shape == (sum(-(-n // size) for n in lengths), size, 1)
+        rows = torch.arange(sum(lengths))[:, None, None].expand(-1, 2, 3)
+        pool = pages.lay(rows, by_rows=by_rows)
+        assert pool.shape == (sum(-(-n // size) for n in lengths), size, 2, 3)
+        assert (pool if by_rows else pool.transpose(1, 2)).is_contiguous()
         used = pages.block_table[pages.block_table >= 0]
         assert sorted(used.tolist()) == list(range(len(pool)))
         assert size > 16 or not torch.equal(used, used.sort().values)
         begin = 0
         for table, length in zip(pages.block_table, lengths, strict=True):
-            own = pool[table[table >= 0].long()].flatten()[:length]
-            assert own.tolist() == list(range(begin, begin + length))
+            own = pool[table[table >= 0].long()].flatten(0, 1)[:length]
+            assert torch.equal(own, rows[begin : begin + length])
             begin += length
 
     def test_int8_takes_all_of_its_range_and_is_off_by_half_a_step_at_most(self):

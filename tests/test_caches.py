@@ -262,6 +262,14 @@ class TestPages:
         assert make(page, dtype=torch.int8).nbytes() == 3 * rows_there * 2 * (8 + 6 + 2 * 4)
         assert make(16, num_pages=1, dtype=torch.bfloat16).nbytes() == 16 * 2 * (8 + 6) * 2
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+    @by_page
+    def test_a_heads_rows_of_a_page_lie_side_by_side(self, page, dtype):
+        cache = make(page, dtype=dtype)
+        cache.append(*rows(5)[1:])
+        memory = [cache.key_pages, cache.value_pages, cache.key_scale, cache.value_scale]
+        assert all(t.transpose(1, 2).is_contiguous() for t in memory if t is not None)
+
     def test_the_device(self, device):
         cache = make(5, dtype=torch.int8, device=device)
         tensors = state(cache)

@@ -20,6 +20,7 @@ PAGE = 16
 PAGES = (PAGE, 1, 256)
 OURS = f"page {PAGE}"
 INT8 = f"int8 {OURS}"
+BY_ROWS = f"{OURS} by rows"
 ALONE, PACKED, F_SDPA = "alone", "packed", "F.sdpa"
 LONG_LENGTH = 32768
 
@@ -100,11 +101,15 @@ class Pages(NamedTuple):
     number: int
     size: int
 
-    def lay(self, rows: Tensor) -> Tensor:
-        """(T, Hkv, D) as (P, page, Hkv, D)."""
-        pool = rows.new_zeros(self.number * self.size, *rows.shape[1:])
-        pool[self.slots] = rows
-        return pool.view(self.number, self.size, *rows.shape[1:])
+    def lay(self, rows: Tensor, *, by_rows: bool = False) -> Tensor:
+        """(T, Hkv, D) as (P, page, Hkv, D), a head's rows side by side, or by_rows a row's heads."""
+        heads, dim = rows.shape[1:]
+        if by_rows:
+            pool = rows.new_zeros(self.number, self.size, heads, dim)
+        else:
+            pool = rows.new_zeros(self.number, heads, self.size, dim).transpose(1, 2)
+        pool[self.slots // self.size, self.slots % self.size] = rows
+        return pool
 
 
 def make_pages(lengths: Sequence[int], size: int) -> Pages:
@@ -131,6 +136,7 @@ def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
 def entries(problem: Problem) -> dict[str, Timing | str]:
     """What is timed of everyone, ready for the first call; all return the output or a list of outputs."""
     paged = {f"page {size}": Timing(_paged(problem, size)) for size in PAGES}
+    paged[BY_ROWS] = Timing(_paged(problem, PAGE, by_rows=True))
     separate = _separate(problem)
     calls = [partial(attn_ext.sdpa, *one, enable_gqa=True) for one in separate]
     return {
@@ -154,9 +160,10 @@ def _call(problem: Problem, size: int, lay: Callable[[Pages], dict[str, Tensor]]
     return lambda: function(problem.query, **given)
 
 
-def _paged(problem: Problem, size: int) -> Callable[[], Tensor]:
+def _paged(problem: Problem, size: int, *, by_rows: bool = False) -> Callable[[], Tensor]:
     def lay(pages: Pages) -> dict[str, Tensor]:
-        return {"key_pages": pages.lay(problem.key), "value_pages": pages.lay(problem.value)}
+        key, value = (pages.lay(rows, by_rows=by_rows) for rows in (problem.key, problem.value))
+        return {"key_pages": key, "value_pages": value}
 
     return _call(problem, size, lay)
 

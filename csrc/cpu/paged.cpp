@@ -86,8 +86,7 @@ SdpaOutputs paged_cpu(const PagedCall& call, bool wants_lse) {
     one.key_storage.pages = one.value_storage.pages = paged.pages_of(n);
   }
   fill_gaps(has_gaps(paged.sequences, &Sequence::query_len, sizes.query_len), outputs);
-  const bool narrow = call.key_pages.element_size() == 1;
-  run_problems(kernels_of(narrow ? table->narrow : table->forward, dtype), problems);
+  run_problems(kernels_of(table->forward, dtype), problems);
   return outputs;
 }
 

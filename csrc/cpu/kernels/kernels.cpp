@@ -17,21 +17,16 @@ using BFloat16Scheme = Scheme<BFloat16, BFloat16Product>;
 using BFloat16Scheme = Scheme<BFloat16, PlainProduct<float>>;
 #endif
 
-// What is widened to floats anyhow is multiplied as floats.
-using WideBFloat16Scheme = Scheme<BFloat16, PlainProduct<float>>;
-
 }  // namespace
 
 extern const KernelTable kKernels;
 #if defined(ATTN_EXT_AMX)
 // No other dtype has products of its own here, nor have few rows: kernel_sets.cpp takes them of other sets.
-const KernelTable kKernels = {
-    {{}, {}, forward_ways<BFloat16Scheme>(), {}}, {}, {{}, {}, backward_ways<BFloat16Scheme>(), {}}};
+const KernelTable kKernels = {{{}, {}, forward_ways<BFloat16Scheme>(), {}},
+                              {{}, {}, backward_ways<BFloat16Scheme>(), {}}};
 #else
 const KernelTable kKernels = {{forward_ways<Float64Scheme>(), forward_ways<Float32Scheme>(),
                                forward_ways<BFloat16Scheme>(), forward_ways<Float16Scheme>()},
-                              {forward_ways<Float64Scheme>(), forward_ways<Float32Scheme>(),
-                               forward_ways<WideBFloat16Scheme>(), forward_ways<Float16Scheme>()},
                               {backward_ways<Float64Scheme>(), backward_ways<Float32Scheme>(),
                                backward_ways<BFloat16Scheme>(), backward_ways<Float16Scheme>()}};
 #endif

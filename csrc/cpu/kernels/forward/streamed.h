@@ -2,27 +2,36 @@
 // is packed, and rows are read where they lie, in the order in which they lie.
 #pragma once
 
+#include "../interface/first_cache.h"
 #include "../matrix/row_dots.h"
 #include "../matrix/rows_ahead.h"
 #include "query_block.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
-// So far ahead of what is being read, memory is asked for what comes next: into the second cache, as the
-// first can wait for too few lines at a time.
-constexpr int64_t kPrefetchBytes = 16384;
+// So far ahead of what is being read, memory is asked for what comes next: into the second cache, which on
+// most processors can wait for more lines at a time than the first, or near, into that.
+constexpr int64_t kPrefetchBytes = 16384, kNearPrefetchBytes = 8192;
 
-// Rows of `dim` elements that kPrefetchBytes hold, in whole vectors of keys.
-template <typename Stored, int64_t Lane>
-ATTN_EXT_INLINE int64_t prefetch_distance(int64_t dim) {
-  return round_up(kPrefetchBytes / larger(1, dim * static_cast<int64_t>(sizeof(Stored))), Lane);
+struct Distance {
+  int64_t rows;  // whole vectors of keys
+  bool near;
+};
+
+// Of rows a power of two apart, few have room in the first cache; and what lies behind short ones is nothing
+// that should take it.
+template <int64_t Lane, typename Stored>
+ATTN_EXT_INLINE Distance prefetch_distance(const StoredRows<Stored>& stored, int64_t key_len) {
+  const int64_t row_bytes = larger(1, stored.columns() * static_cast<int64_t>(sizeof(Stored)));
+  const bool near = stored.are_dense() && key_len * row_bytes > kNearPrefetchBytes && asks_into_first_cache();
+  return {round_up((near ? kNearPrefetchBytes : kPrefetchBytes) / row_bytes, Lane), near};
 }
 
 // body(Stored{}) for the type that rows are read as: that of a narrow cache, which is widened in registers,
-// where a product is of floats; else elements.
+// to floats or to pairs, both of which hold its numbers; else elements.
 template <typename S, typename Body>
 ATTN_EXT_INLINE void with_streamed_type(const Storage& storage, Body body) {
-  if constexpr (std::is_same_v<typename S::Operand, float>) {
+  if constexpr (S::Product::kInRegisters && !std::is_same_v<typename S::Operand, double>) {
     if (storage.kind == ScalarKind::kInt8) return body(int8_t{});
     if (storage.kind == ScalarKind::kFloat8E4m3) return body(Float8E4m3{});
   }
@@ -47,19 +56,20 @@ template <typename Stored>
 void QueryBlock<S>::stream_scores_of(int64_t band) {
   const StoredRows<Stored> keys = stored_keys<Stored>(key_head_);
   const StoredRows<Stored> values = stored_values<Stored>(0, params_.shape.value_dim);
-  const int64_t distance = prefetch_distance<Stored, S::kLane>(keys.columns());
   const int64_t key_len = params_.shape.key_len;
+  const Distance distance = prefetch_distance<S::kLane>(keys, key_len);
   Range copied{0, 0};
   for (int64_t i = 0; i < run_count_; ++i) {
     const Range run = runs_[i];
     for (int64_t j = run.begin; j < run.end; j += S::kLane) {
       RowsAhead ahead;
       if (band == 0) {  // after the last key come the values
-        const int64_t next = j + distance;
+        const int64_t next = j + distance.rows;
         ahead = next < run.end ? keys.ahead(block_key_ + next, key_len)
                                : values.ahead(block_key_ + run.begin + next - run.end, key_len);
+        ahead.near = distance.near;
       }
-      const Matrix<Stored> rows = key_rows(keys, {j, run.end}, band == 0 ? distance : 0, copied);
+      const Matrix<Stored> rows = key_rows(keys, {j, run.end}, band == 0 ? distance.rows : 0, copied);
       each_few_rows<S>(band, band + band_rows(band), [&](auto count, int64_t r) {
         dot_rows<S, decltype(count)::value>(s_.query + r * s_.query_stride, s_.query_stride, rows, ahead,
                                             score_row(band, r) + j, s_.score_stride);
@@ -131,7 +141,7 @@ void stream_product(const StreamArgs<S, Element>& args) {
 #pragma GCC unroll 2
       for (int d = 0; d < S::kDepth; ++d, next += args.ahead.row_bytes) {
 #pragma GCC unroll 8
-        for (int64_t b = 0; b < kBytes; b += 64) __builtin_prefetch(next + b, 0, 2);
+        for (int64_t b = 0; b < kBytes; b += 64) prefetch_line(next + b, args.ahead.near);
       }
     }
     Vec<Operand> value[Vectors];
@@ -175,8 +185,8 @@ void QueryBlock<S>::stream_values_of(int64_t band) {
                                                             : wraps   ? 0
                                                                       : key_head_ + 1);
   const int64_t next_key = together && !wraps ? block_key_ : block_key_ + block_count_;
-  const int64_t distance = prefetch_distance<Stored, S::kLane>(values.columns());
   const int64_t key_len = params_.shape.key_len;
+  const Distance distance = prefetch_distance<S::kLane>(values, key_len);
   const bool copies = careful_ || params_.value.column_stride != 1;
   StreamArgs<S, Stored> args{};
   args.fresh = true;
@@ -189,10 +199,10 @@ void QueryBlock<S>::stream_values_of(int64_t band) {
       const Range keys = keys_of_stretch(values, j, run.end);
       next = keys.end == block_count_ ? run.end : keys.end;
       args.depth = depth_of<Product>(keys.end - j);
-      const int64_t first = block_key_ + j, count = args.depth * S::kDepth, ahead = j + distance;
+      const int64_t first = block_key_ + j, count = args.depth * S::kDepth, ahead = j + distance.rows;
       args.ahead = {};
       if (copies || j + count > block_count_ || !values.lie_in_place(first, count)) {
-        args.rows = gather_values(values, {j, run.end}, keys.end, band == 0 ? distance : 0, copied, bad);
+        args.rows = gather_values(values, {j, run.end}, keys.end, band == 0 ? distance.rows : 0, copied, bad);
         args.row_stride = values.columns();
       } else {
         const Matrix<Stored> rows = values.in_place(first, count);
@@ -201,6 +211,7 @@ void QueryBlock<S>::stream_values_of(int64_t band) {
         if (band == 0) {
           args.ahead = ahead < run.end ? values.ahead(block_key_ + ahead, key_len)
                                        : keys_after.ahead(next_key + ahead - run.end, key_len);
+          args.ahead.near = distance.near;
         }
       }
       each_few_rows<S>(band, band + band_rows(band), [&](auto rows, int64_t r) {

@@ -10,7 +10,6 @@ enum { kFloat64Kernels, kFloat32Kernels, kBFloat16Kernels, kFloat16Kernels, kKer
 
 struct KernelTable {
   ForwardWays forward[kKernelDtypes];
-  ForwardWays narrow[kKernelDtypes];  // forward, where keys and values are of one byte
   BackwardWays backward[kKernelDtypes];
 };
 

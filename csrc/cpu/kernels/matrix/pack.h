@@ -28,6 +28,10 @@ template <typename Product, typename Element>
 ATTN_EXT_INLINE Vec<typename Product::Operand> load_operands(const Element* p) {
   if constexpr (Product::kDepth == 1) {
     return load_compute(p);
+#if defined(ATTN_EXT_HAS_PAIRS)
+  } else if constexpr (sizeof(Element) == 1) {
+    return to_pairs(load_compute(p), load_compute(p + kLanes<float>));
+#endif
   } else {
     Vec<typename Product::Operand> pairs;  // a pair need not be aligned as one
     memcpy(&pairs, p, sizeof(pairs));
@@ -41,9 +45,9 @@ ATTN_EXT_INLINE Vec<typename Product::Operand> load_operands_partial(const Eleme
   if constexpr (sizeof(Element) >= 4) {
     return load_partial(p, count);
   } else if constexpr (sizeof(Element) == 1) {
-    Element padded[kLanes<float>] = {};
+    Element padded[kLanes<float> * Product::kDepth] = {};
     copy_partial(padded, p, count);
-    return load_compute(padded);
+    return load_operands<Product>(padded);
   } else {
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
     const auto lanes = static_cast<uint32_t>((uint64_t{1} << count) - 1);
@@ -146,6 +150,8 @@ ATTN_EXT_INLINE Vec<typename Product::Operand> load_row_operands(const Element* 
   using Operand = typename Product::Operand;
   if constexpr (Product::kDepth == 1) {
     return load_compute(p);
+  } else if constexpr (sizeof(Element) == 1) {  // their floats are bfloat16 in the upper halves
+    return ((Vec<Operand>)load_compute(p) >> 16) | (Vec<Operand>)load_compute(p + row_stride);
   } else {
     const Vec<Operand> low = widen(load_half_bits(&p->bits));
     const Vec<Operand> high = widen(load_half_bits(&p[row_stride].bits));

@@ -33,7 +33,7 @@ void dot_rows(const typename S::Operand* left, int64_t left_stride, const Matrix
       if (ahead.next != nullptr && k % kLine == 0) {
 #pragma GCC unroll 16
         for (int j = 0; j < kRows; ++j) {
-          __builtin_prefetch(next + j * ahead.row_bytes + k * static_cast<int64_t>(sizeof(Element)), 0, 2);
+          prefetch_line(next + j * ahead.row_bytes + k * static_cast<int64_t>(sizeof(Element)), ahead.near);
         }
       }
 #pragma GCC unroll 4

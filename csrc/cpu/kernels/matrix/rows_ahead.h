@@ -13,7 +13,12 @@ struct RowsAhead {
   int64_t row_bytes = 0;  // from one row to the next
   int64_t bytes = 0;      // of a row
   int64_t rows = 0;
+  bool near = false;  // into the first cache, not the second
 };
+
+ATTN_EXT_INLINE void prefetch_line(const char* line, bool near) {
+  near ? __builtin_prefetch(line, 0, 3) : __builtin_prefetch(line, 0, 2);
+}
 
 // Asks for the next of them, so few at a time that no request is turned away.
 ATTN_EXT_INLINE void prefetch_some(RowsAhead& ahead, int64_t rows) {

@@ -113,6 +113,9 @@ class StoredRows {
   void copy(int64_t first, int64_t count, int64_t padded, Element* to, int64_t distance = 0,
             int64_t end = 0) const;
 
+  // Whether each row begins where the one before it ends, but for pages.
+  bool are_dense() const { return view_.row_stride == columns_; }
+
   // Rows to ask memory for while others are read in place. The pages end with row `end`.
   RowsAhead ahead(int64_t row, int64_t end) const {
     if (view_.column_stride != 1 || is_converted() ||

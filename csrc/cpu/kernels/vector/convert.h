@@ -189,7 +189,8 @@ ATTN_EXT_INLINE Vec<float> load_compute(const Float8E4m3* p) {
 #endif
 }
 
-// Copies `count` elements, fewer than a vector of what is computed with, to where a whole vector has room.
+// Copies `count` elements, fewer than a vector of what is computed with (of bytes, than two), to where as
+// many have room.
 template <typename Element>
 ATTN_EXT_INLINE void copy_partial(Element* to, const Element* from, int64_t count) {
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
@@ -198,8 +199,8 @@ ATTN_EXT_INLINE void copy_partial(Element* to, const Element* from, int64_t coun
     return;
   }
   if constexpr (sizeof(Element) == 1) {
-    _mm_mask_storeu_epi8(to, static_cast<__mmask16>((1u << count) - 1),
-                         _mm_maskz_loadu_epi8(static_cast<__mmask16>((1u << count) - 1), from));
+    const auto lanes = static_cast<__mmask32>((uint64_t{1} << count) - 1);
+    _mm256_mask_storeu_epi8(to, lanes, _mm256_maskz_loadu_epi8(lanes, from));
     return;
   }
   if constexpr (sizeof(Element) == 2) {
