@@ -106,8 +106,9 @@ class KeyValueCache:
         elif self.key_pages.dtype == torch.float8_e4m3fn:
             self.largest = 448.0
         if self.largest > 0:
-            ones = torch.ones(2, pages, num_heads, page_rows, 1, device=device, dtype=torch.float32)
-            key_scale, value_scale = ones.transpose(2, 3).unbind()
+            shape = [pages, num_heads, page_rows, 1]
+            key_scale = torch.ones(shape, device=device, dtype=torch.float32).transpose(1, 2)
+            value_scale = torch.ones(shape, device=device, dtype=torch.float32).transpose(1, 2)
         self.key_scale = key_scale
         self.value_scale = value_scale
         self.lengths: Tensor = torch.zeros(batch_size, dtype=torch.long, device=device)
