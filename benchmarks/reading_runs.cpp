@@ -2,8 +2,8 @@
 // long as a core takes to read it, with memory asked for ahead into the first cache, the second, or not at
 // all.
 //
-//     g++ -O3 -march=native -std=c++20 -pthread benchmarks/reading_runs.cpp -o reading_runs && ./reading_runs
-//     1 2
+//     g++ -O3 -march=native -std=c++20 -pthread benchmarks/reading_runs.cpp -o reading_runs
+//     ./reading_runs 1 2
 //
 // The arguments are numbers of threads, which share the memory. A run of the longest length is memory in one
 // piece; a page of 16 rows of 128 bfloat16 is a run of 4096 bytes for each head.
