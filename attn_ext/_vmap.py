@@ -72,8 +72,8 @@ def _backward_rule(info: Any, in_dims: Sequence[int | None], *args: Any) -> Rule
     output, lse = args[end : end + 2]
     mask = end + 2 + _SCALARS
     scalars, output_mask, part = args[end + 2 : mask], args[mask], args[mask + 1 : mask + 1 + _PART]
-    delta = mask + 1 + _PART  # the last argument, left out where it is None
-    has_delta = len(args) > delta and args[delta] is not None
+    # The last arguments, left out where they and all behind them are None.
+    delta, delta_dim, weights, weights_dim = _last(args, in_dims, mask + 1 + _PART, 2)
     size = info.batch_size
 
     batched, _, padded_dims = _batch_inputs(size, input_dims, inputs)
@@ -92,17 +92,24 @@ def _backward_rule(info: Any, in_dims: Sequence[int | None], *args: Any) -> Rule
 
     tails = (2, 1, 2, 1)
     batched_grads = [outgoing(g, d, tail) for g, d, tail in zip(grads, grad_dims, tails, strict=True)]
-    batched_output = None if has_delta else outgoing(output, in_dims[end], 2)
+    batched_output = None if delta is not None else outgoing(output, in_dims[end], 2)
     batched_lse = outgoing(lse, in_dims[end + 1], 1)
-    more = {"delta": outgoing(args[delta], in_dims[delta], 1)} if has_delta else {}
+    given = [outgoing(delta, delta_dim, 1), outgoing(weights, weights_dim, 2)]
     results = torch.ops.attn_ext._sdpa_backward(
-        *batched_grads, *batched, batched_output, batched_lse, *scalars, output_mask, *part, **more
+        *batched_grads, *batched, batched_output, batched_lse, *scalars, output_mask, *part, *given
     )
     restored = tuple(
         None if result is None else result.reshape(size, *_sample_shape(tensor, bdim))
         for result, tensor, bdim in zip(results, inputs[:5], input_dims[:5], strict=True)
     )
     return restored, tuple(None if result is None else 0 for result in restored)
+
+
+def _last(args: Sequence[Any], in_dims: Sequence[int | None], first: int, count: int) -> list[Any]:
+    """Each of the arguments from ``first`` on and its vmapped dim, None where it was left out."""
+    padding = [None] * (first + count - len(args))
+    pairs = zip([*args, *padding][first:], [*in_dims, *padding][first:], strict=True)
+    return [x for pair in pairs for x in pair]
 
 
 def _sample_shape(tensor: Tensor, bdim: int | None) -> list[int]:

@@ -73,6 +73,7 @@ struct SavedOutputs {
   // (..., Hq, Lq), rowsum(P dP) over all keys, of which the call's may be a part. Given, lse is over all keys
   // too, and says what the weights are. Else both are the call's own.
   at::Tensor delta;
+  at::Tensor weights;  // (..., Hq, Lq, Lk), the query's dtype, without dropout; undefined: made again
 };
 
 /// The differentiable inputs, or their gradients or tangents. What is absent is undefined.
@@ -140,7 +141,7 @@ auto backward_fields(Grads& grads, Args& args, Saved& saved, Wanted& wanted) {
   return std::tuple_cat(
       fields(or_none(grads.output), or_none(grads.lse), or_none(grads.weights), or_none(grads.key_mass)),
       tensors_of(args), fields(or_none(saved.output), saved.lse), scalars_of(args), fields(wanted),
-      part_fields(args), fields(or_none(saved.delta)));
+      part_fields(args), fields(or_none(saved.delta), or_none(saved.weights)));
 }
 
 // A call of a public op, of `_sdpa_forward`, and of `_sdpa_backward`.

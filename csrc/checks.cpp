@@ -337,6 +337,12 @@ SdpaSizes check_backward(const SdpaOutputs& grads, const SdpaArgs& args, const S
   const bool is_double =
       saved.delta.defined() && saved.lse.defined() && saved.lse.scalar_type() == at::kDouble;
   check_like_output(saved.lse, "lse", rows, is_double ? at::kDouble : accumulated, args.query);
+  if (saved.weights.defined()) {
+    check_like_output(saved.weights, "weights", sizes.with_tail({sizes.query_len, sizes.key_len}), dtype,
+                      args.query);
+    TORCH_CHECK(args.dropout_p == 0.0,
+                "attn_ext: expected weights only without dropout, but got dropout_p = ", args.dropout_p);
+  }
   check_grads(grads, args.query, sizes);
   check_wanted(args, wanted);
   return sizes;

@@ -1,6 +1,7 @@
 #include "explain.h"
 
 #include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/functions/utils.h>
 
 #include <sstream>
 
@@ -8,6 +9,7 @@
 #include "capability.h"
 #include "cpu/call.h"
 #include "cpu/fork.h"
+#include "cpu/kept_weights.h"
 #include "cpu/planned_call.h"
 
 namespace attn_ext {
@@ -48,6 +50,7 @@ Explanation explain_composition(const SdpaArgs& args) {
           .packed_bytes = converted_bytes(args.key, problem.accumulator) +
                           converted_bytes(args.value, problem.accumulator),
           .scratch_bytes = lead * rows * problem.key_len * score_tensors,
+          .kept_bytes = 0,
           .reason = why_composition(args.query)};
 }
 
@@ -69,6 +72,15 @@ PathText text_of(cpu::ForwardPath path) {
   }
 }
 
+/// As its node would keep them.
+int64_t kept_bytes(const SdpaArgs& args, const cpu::AttentionShape& shape) {
+  const bool wants_grad =
+      torch::autograd::compute_requires_grad(args.query, args.key, args.value, args.attn_mask, args.sinks);
+  return wants_grad && cpu::keeps_weights(args)
+             ? shape.batch * shape.query_heads * shape.query_len * shape.key_len * args.query.element_size()
+             : 0;
+}
+
 Explanation explain_kernels(SdpaArgs args, const cpu::KernelTable& table) {
   if (args.dropout_p > 0.0) {
     args.dropout_seed =
@@ -87,6 +99,7 @@ Explanation explain_kernels(SdpaArgs args, const cpu::KernelTable& table) {
           .block_keys = plan.block_keys,
           .packed_bytes = plan.packed_bytes,
           .scratch_bytes = plan.shared_bytes - plan.packed_bytes + plan.thread_bytes * threads,
+          .kept_bytes = kept_bytes(args, params.shape),
           .reason = text.why};
 }
 

@@ -34,7 +34,8 @@
 // A call may be a part of a whole one, over some of its rows, heads or keys: `dropout_origin` is the place
 // (batch, head, row, column) of its first element in the draws of the whole; `unrounded` leaves the output,
 // or the gradients, in the dtype of accumulation, and lse in float64. In backward `delta`, rowsum(P dP) over
-// all keys, says that lse is that over all keys too; `output` is not read then.
+// all keys, says that lse is that over all keys too; `output` is not read then. `weights`, those of the
+// forward pass, may be read in place of being made again: not with dropout, which is in them.
 #define ATTN_EXT_PART ", SymInt[]? dropout_origin=None, bool unrounded=False"
 
 TORCH_LIBRARY(attn_ext, m) {
@@ -66,6 +67,7 @@ TORCH_LIBRARY(attn_ext, m) {
       "_sdpa_backward(Tensor? grad_output, Tensor? grad_lse, Tensor? grad_weights, Tensor? "
       "grad_key_mass, " ATTN_EXT_TENSORS ", Tensor? output, Tensor lse, " ATTN_EXT_SCALARS
       ", bool[5] output_mask" ATTN_EXT_PART
-      ", Tensor? delta=None) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor "
+      ", Tensor? delta=None, Tensor? weights=None) -> (Tensor grad_query, Tensor grad_key, Tensor "
+      "grad_value, Tensor "
       "grad_attn_mask, Tensor grad_sinks)");
 }

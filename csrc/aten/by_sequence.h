@@ -92,8 +92,10 @@ inline SavedOutputs of_sequence(const SavedOutputs& saved, const Sequence& seque
   const auto rows = [&](const at::Tensor& tensor, int64_t row_dim) {
     return tensor.defined() ? tensor.narrow(row_dim, sequence.query_begin, sequence.query_len) : tensor;
   };
-  return {saved.delta.defined() ? at::Tensor() : rows(saved.output, -2), rows(saved.lse, -1),
-          rows(saved.delta, -1)};
+  return {saved.delta.defined() ? at::Tensor() : rows(saved.output, -2),
+          rows(saved.lse, -1),
+          rows(saved.delta, -1),
+          {}};
 }
 
 /// The same of a direction in which the inputs move.

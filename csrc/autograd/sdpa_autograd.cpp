@@ -14,6 +14,7 @@
 #include "../args.h"
 #include "../aten/tangents.h"
 #include "../checks.h"
+#include "../cpu/kept_weights.h"
 #include "compiled_autograd.h"
 #include "node_compat.h"
 
@@ -304,28 +305,34 @@ struct SdpaBackward : public torch::autograd::Node {
   void release_variables() override {
     const std::lock_guard<std::mutex> lock(mutex_);
     args.release();
-    output.reset_data();
-    lse.reset_data();
+    for (SavedVariable* variable : {&output, &lse, &weights}) {
+      variable->reset_data();
+    }
   }
 
   struct Held {
     SdpaArgs args;
-    at::Tensor output, lse;
+    SavedOutputs saved;
     std::vector<bool> wanted;  // of the inputs
 
     template <class F>
     static void fields(Held& held, F f) {
       args_fields(held.args, f);
-      f(held.output);
-      f(held.lse);
+      for (at::Tensor* tensor : {&held.saved.output, &held.saved.lse, &held.saved.weights}) {
+        f(*tensor);
+      }
       f(held.wanted);
     }
   };
 
-  Held hold() { return {args.unpack(), output.unpack(getptr()), lse.unpack(getptr()), wanted_of(*this, 5)}; }
+  Held hold() {
+    return {args.unpack(),
+            {output.unpack(getptr()), lse.unpack(getptr()), {}, weights.unpack()},
+            wanted_of(*this, 5)};
+  }
 
   static variable_list run(const variable_list& incoming, const Held& held) {
-    const auto& [args, output, lse, wanted] = held;
+    const auto& [args, saved, wanted] = held;
     const auto dtype = args.query.scalar_type();
     // The backward pass takes what a rounded call gives.
     const auto as = [&held](const at::Tensor& tensor, at::ScalarType type) {
@@ -338,8 +345,10 @@ struct SdpaBackward : public torch::autograd::Node {
       return result;
     }
     const InputMask inputs{wanted[0], wanted[1], wanted[2], wanted[3], wanted[4]};
+    const SavedOutputs rounded_outputs{
+        as(saved.output, dtype), as(saved.lse, accumulated), {}, saved.weights};
     std::tie(result[0], result[1], result[2], result[3], result[4]) =
-        call_backward(grads, rounded(args), {as(output, dtype), as(lse, accumulated), {}}, inputs).to_tuple();
+        call_backward(grads, rounded(args), rounded_outputs, inputs).to_tuple();
     return result;
   }
 
@@ -360,10 +369,12 @@ struct SdpaBackward : public torch::autograd::Node {
         self.args, [&](auto& variable) { tensor(variable, false); }, scalar);
     tensor(self.output, true);
     tensor(self.lse, true);
+    tensor(self.weights, false);
   }
 
   SavedArgs args;
   SavedVariable output, lse;
+  SavedVariable weights;  // undefined: not kept
 };
 
 SdpaOutputs forward_autograd(const SdpaArgs& args, SideOutputs wanted) {
@@ -373,10 +384,16 @@ SdpaOutputs forward_autograd(const SdpaArgs& args, SideOutputs wanted) {
     node->set_next_edges(input_edges(args));
     node->args.save(args);
   }
-  const SdpaOutputs result = [&] {
+  // What the caller is handed is his: he may write into it.
+  const bool keeps_weights = node && !wanted.weights && !wanted.key_mass && cpu::keeps_weights(args);
+  SdpaOutputs result = [&] {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return call_forward(args, wanted);
+    return call_forward(args, {wanted.weights || keeps_weights, wanted.key_mass});
   }();
+  if (keeps_weights) {
+    node->weights = SavedVariable(result.weights, false);
+    result.weights.reset();
+  }
   if (node) {
     set_history({result.output, result.lse, result.weights, result.key_mass}, node);
     node->output = SavedVariable(result.output, true);

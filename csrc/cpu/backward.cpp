@@ -59,8 +59,8 @@ BackwardParams slice_of(const BackwardParams& whole, int64_t batch, int64_t batc
   BackwardParams slice = whole;
   slice.shape.batch = batches;
   slice.dropout.first_batch = batch;
-  for (TensorView* view :
-       {&slice.query, &slice.key, &slice.value, &slice.output, &slice.grad_output, &slice.grad_weights}) {
+  for (TensorView* view : {&slice.query, &slice.key, &slice.value, &slice.output, &slice.weights,
+                           &slice.grad_output, &slice.grad_weights}) {
     *view = from_batch(*view, batch, element_bytes);
   }
   for (TensorView* view : {&slice.grad_lse, &slice.grad_key_mass}) {
@@ -157,8 +157,11 @@ struct OutgoingGrads {
 
 /// What a forward pass has saved, as the kernels want it.
 struct SavedRows {
-  SavedRows(const SavedOutputs& saved, at::ScalarType accumulator)
+  SavedRows(const SavedOutputs& saved, at::ScalarType accumulator, bool reads_weights)
       : lse(saved.lse.to(accumulator).contiguous()) {
+    if (reads_weights && saved.weights.defined()) {
+      weights = saved.weights.stride(-1) == 1 ? saved.weights : saved.weights.contiguous();
+    }
     if (!saved.delta.defined()) {
       output = saved.output;
       return;
@@ -169,13 +172,15 @@ struct SavedRows {
     }
   }
 
-  at::Tensor output, lse, delta, double_lse;  // lse in the dtype of accumulation; the others may be undefined
+  // lse in the dtype of accumulation; the others may be undefined
+  at::Tensor output, lse, delta, double_lse, weights;
 };
 
 BackwardParams params_of(Inputs& inputs, const IncomingGrads& incoming, const OutgoingGrads& outgoing,
                          const SavedRows& saved) {
   auto params = params_over<BackwardParams>(inputs);
   params.output = readable(inputs.views, saved.output);
+  params.weights = readable(inputs.views, saved.weights);
   params.lse = saved.lse.const_data_ptr();
   if (saved.delta.defined()) {
     params.delta = saved.delta.const_data_ptr();
@@ -210,7 +215,8 @@ SdpaInputs backward_cpu(const SdpaOutputs& grads, const SdpaArgs& args, const Sa
   const auto dtype = args.query.scalar_type();
   const IncomingGrads incoming(grads, dtype);
   const OutgoingGrads outgoing(args, wanted, inputs);
-  const SavedRows rows(saved, accumulation_dtype(dtype));
+  const SavedRows rows(saved, accumulation_dtype(dtype),
+                       kernels_of(table->keeps_weights, dtype)(inputs.params.shape));
   const BackwardParams params = params_of(inputs, incoming, outgoing, rows);
   const auto bytes_of = [](const at::Tensor& t) {
     return t.defined() ? static_cast<int64_t>(t.element_size()) : 0;

@@ -28,7 +28,7 @@ inline void ask_for_huge_pages([[maybe_unused]] void* memory, [[maybe_unused]] s
 /// Huge pages for a new tensor where it is large.
 template <class Tensor>
 const Tensor& with_huge_pages(const Tensor& tensor) {
-  constexpr size_t kLarge = size_t{8} << 20;
+  constexpr size_t kLarge = size_t{4} << 20;
   if (tensor.nbytes() >= kLarge) {
     ask_for_huge_pages(tensor.mutable_data_ptr(), tensor.nbytes());
   }

@@ -39,7 +39,7 @@ struct Gradients {
 
 struct Problem {
   Tensor query, key, value, mask, sinks, output, lse, grad_output, grad_lse, grad_weights, grad_key_mass;
-  Tensor delta, double_lse;
+  Tensor delta, double_lse, weights;
   int64_t seed = 0x123456789abcdef;
   cpu::BackwardParams params;
 };
@@ -244,6 +244,19 @@ void save_forward(const Case& c, Problem& in) {
       }
 }
 
+// The weights as a forward would have kept them.
+void keep_weights(const Case& c, Problem& in) {
+  in.weights = Tensor(c.dtype, c.batch, c.query_heads, c.query_len, c.key_len, {.edge = c.placement.edge});
+  for (int64_t b = 0; b < c.batch; ++b)
+    for (int64_t h = 0; h < c.query_heads; ++h)
+      for (int64_t i = 0; i < c.query_len; ++i) {
+        const Row row = plain_row(c, in, b, h, i);
+        for (int64_t j = 0; j < c.key_len; ++j)
+          in.weights.set(b, h, i, j, row.weight[static_cast<size_t>(j)]);
+      }
+  in.params.weights = in.weights.view;
+}
+
 // Whether the mask broadcasts over anything, or has one key.
 bool sums_mask_grad(const Case& c) {
   const std::string dims = c.mask;
@@ -365,6 +378,9 @@ void check_small_heads(const Case& c, const cpu::KernelTable& table, const Probl
         name + ": other bits with a mask that hides nothing");
 }
 
+// Of which a set that reads weights at all keeps them.
+constexpr cpu::AttentionShape kKeptShape{ScalarKind::kBFloat16, 1, 1, 1, 200, 200, 64, 64};
+
 void run_case(const cpu::KernelSet& isa, const Case& base, ScalarKind dtype) {
   Case c = base;
   c.dtype = dtype;
@@ -396,28 +412,42 @@ void run_case(const cpu::KernelSet& isa, const Case& base, ScalarKind dtype) {
     if (c.key) compare(g.key, want.key, tolerance, least_score, name + which + " key");
     if (c.value) compare(g.value, want.value, tolerance, 0.02, name + which + " value");
   };
-  compare_inputs(got, "");
   const double least_mask = std::strchr(c.mask, 'c') != nullptr ? least_score : 2.0;
-  if (c.mask_grad) compare(got.mask, want.mask, tolerance, least_mask, name + " mask");
+  const auto compare_all = [&](const Gradients& g, const std::string& which) {
+    compare_inputs(g, which);
+    if (c.mask_grad) compare(g.mask, want.mask, tolerance, least_mask, name + which + " mask");
+    if (c.sinks) compare(g.sinks, want.sinks, tolerance, 0.02, name + which + " sinks");
+  };
+  compare_all(got, "");
   if (size_of(dtype) == 2) {
     const Gradients unrounded = run(c, *isa.kernels, in, 1, true);
     compare_inputs(unrounded, " wide");
     if (c.mask_grad) compare(unrounded.mask, want.mask, tolerance, least_mask, name + " wide mask");
   }
-  if (c.sinks) compare(got.sinks, want.sinks, tolerance, 0.02, name + " sinks");
-  const auto check_bits = [&](const Gradients& other, const char* how) {
-    check((!c.query || same_bits(got.query, other.query)) && (!c.key || same_bits(got.key, other.key)) &&
-              (!c.value || same_bits(got.value, other.value)) &&
-              (!c.mask_grad || same_bits(got.mask, other.mask)) &&
-              (!c.sinks || same_bits(got.sinks, other.sinks)),
-          name + ": other bits " + how);
+  const auto check_threads = [&](const Gradients& alone, const std::string& which) {
+    const auto check_bits = [&](const Gradients& other, const char* how) {
+      check((!c.query || same_bits(alone.query, other.query)) &&
+                (!c.key || same_bits(alone.key, other.key)) &&
+                (!c.value || same_bits(alone.value, other.value)) &&
+                (!c.mask_grad || same_bits(alone.mask, other.mask)) &&
+                (!c.sinks || same_bits(alone.sinks, other.sinks)),
+            name + which + ": other bits " + how);
+    };
+    check_bits(run(c, *isa.kernels, in, 7), "with other threads");
+    if ((c.query_len >= 512 && c.key_len >= 512) || (c.query_len > 128 && c.key_len <= 128)) {
+      check_bits(run(c, *isa.kernels, in, 7, false, true), "where one thread does what was cut for seven");
+      check_bits(run(c, *isa.kernels, in, 160), "with many threads");
+    }
   };
-  check_bits(run(c, *isa.kernels, in, 7), "with other threads");
-  if ((c.query_len >= 512 && c.key_len >= 512) || (c.query_len > 128 && c.key_len <= 128)) {
-    check_bits(run(c, *isa.kernels, in, 7, false, true), "where one thread does what was cut for seven");
-    check_bits(run(c, *isa.kernels, in, 160), "with many threads");
-  }
+  check_threads(got, "");
   check_small_heads(c, *isa.kernels, in, got, name);
+  if (isa.kernels->keeps_weights[dtype_row(dtype)](kKeptShape) && c.dropout == 0 && c.rule.softcap == 0 &&
+      !c.given) {
+    keep_weights(c, in);
+    const Gradients kept = run(c, *isa.kernels, in, 1);
+    compare_all(kept, " from weights");
+    check_threads(kept, " from weights");
+  }
   if (failures != before) std::fprintf(stderr, "%s: %d failures\n", name.c_str(), failures - before);
 }
 

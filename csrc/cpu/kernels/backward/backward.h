@@ -6,6 +6,7 @@
 #include "few_rows/tasks.h"
 #include "plan.h"
 #include "tiles/cell.h"
+#include "tiles/kept_weights.h"
 #include "tiles/plan.h"
 #include "tiles/products.h"
 #include "tiles/store.h"

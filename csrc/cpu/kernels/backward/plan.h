@@ -23,9 +23,13 @@ ATTN_EXT_INLINE int64_t backward_few_rows(const AttentionShape& shape) {
   return dims < 64 ? 8 : dims < 128 || S::kPaired ? 12 : 24;
 }
 
+// Products of pairs in registers are worth more to them than what it takes to write the weights in forward
+// and to read them here: for the others, exponentials and a product of five are worth less (docs/trials.md).
 template <typename S>
-BackwardPath backward_path(const BackwardParams& params) {
-  const AttentionShape& shape = params.shape;
+constexpr bool kReadsWeights = S::kPaired&& S::Product::kInRegisters;
+
+template <typename S>
+BackwardPath path_of_shape(const AttentionShape& shape) {
   // Before few rows: delta comes from the weights there, not from a rounded output, and with few keys nothing
   // averages that rounding out.
   if (shape.key_len > 0 && shape.key_len <= kFewKeys) {
@@ -34,6 +38,11 @@ BackwardPath backward_path(const BackwardParams& params) {
     return small ? BackwardPath::kSmallHeads : BackwardPath::kFewKeys;
   }
   return shape.query_len <= backward_few_rows<S>(shape) ? BackwardPath::kFewRows : BackwardPath::kTiles;
+}
+
+template <typename S>
+BackwardPath backward_path(const BackwardParams& params) {
+  return path_of_shape<S>(params.shape);
 }
 
 // dS sums to 0 along a row only with the very delta that P dP gives: a bias that is the same for all keys has

@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "../scores/softmax.h"
 #include "query_block.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
@@ -163,6 +164,47 @@ void QueryBlock<S>::emit_all(Range keys) {
 template <typename S>
 void QueryBlock<S>::emit(int64_t band) {
   for (int64_t r = band; r < band + band_rows(band); ++r) emit_row(r, score_row(band, r));
+}
+
+// Writes the weights of the band while they are rounded for the product with the values.
+template <typename S>
+void QueryBlock<S>::emit_pairs([[maybe_unused]] int64_t band) {
+  if constexpr (S::kPaired) {
+    constexpr int64_t kStep = 2 * S::kLane;
+    for (int64_t r = band; r < band + band_rows(band); ++r) {
+      T* row = score_row(band, r);
+      const T factor = s_.factor[r];
+      if (factor - factor != 0) {
+        emit_row(r, row);
+        each_run(aligned(tile_span(r)), [&](int64_t begin, int64_t end) { pair_span(row, begin, end); });
+        continue;
+      }
+      Element* weights =
+          row_pointer<Element>(params_.weights, batch_, s_.row_head[r], s_.row_index[r]) + block_key_;
+      int64_t written = 0;
+      each_run(aligned(tile_span(r)), [&](int64_t begin, int64_t end) {
+        memset(weights + written, 0, static_cast<size_t>(begin - written) * sizeof(Element));
+        written = smaller(end, block_count_);
+        int64_t j = begin;
+        for (; j + kStep <= written; j += kStep) {
+          const Vec<T> low = load(row + j), high = load(row + j + S::kLane);
+          const Vec<uint32_t> pairs = to_pairs(low * broadcast(factor), high * broadcast(factor));
+          memcpy(weights + j, &pairs, sizeof(pairs));
+          store_paired(row, j, low, high);
+        }
+        for (; j < end; j += S::kLane) {
+          const Vec<T> p = load(row + j), weight = p * broadcast(factor);
+          if (j + S::kLane <= written) {
+            store_element(weights + j, weight);
+          } else if (j < written) {
+            store_element_partial(weights + j, weight, written - j);
+          }
+          store_paired(row, j, p);
+        }
+      });
+      memset(weights + written, 0, static_cast<size_t>(block_count_ - written) * sizeof(Element));
+    }
+  }
 }
 
 // weights = factor P over the keys of the block, zero where nothing was computed; key mass += weights.

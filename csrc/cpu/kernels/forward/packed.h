@@ -68,13 +68,20 @@ void QueryBlock<S>::attend_band(int64_t band) {
   mask(band);
   softmax(band, S::kPaired && !drops && !wide);
   if (drops) dropout(band, S::kPaired && !wide);
+  // Weights alone go out in the pass that pairs them.
+  const bool emits_pairs = S::kPaired && emit_in_place_ && key_mass_ == nullptr && kept_weights_ == nullptr &&
+                           !values_have_factors();
   if (emit_in_place_) {
     finish_rows(band);
-    emit(band);
+    if (!emits_pairs) emit(band);
   }
   if (kept_weights_ != nullptr) keep_weights(band);
   multiply_factors(band, params_.value_storage, s_.value_factors);
-  if (S::kPaired && wide) pair_weights(band);
+  if (emits_pairs) {
+    emit_pairs(band);
+  } else if (S::kPaired && wide) {
+    pair_weights(band);
+  }
   add_values(band);
 }
 

@@ -34,6 +34,11 @@ ATTN_EXT_INLINE ForwardPath forward_path(const ForwardParams& params) {
                                                                     : ForwardPath::kOnline;
 }
 
+// Whether weights are written as the softmax makes them, by the path that is taken without them.
+ATTN_EXT_INLINE bool writes_weights_in_passing(const AttentionShape& shape) {
+  return shape.query_len > kForwardFewRows && shape.key_len <= kWholeRowKeys;
+}
+
 // Blocks of equal height, in whole tiles; at least `blocks` of them.
 template <typename S>
 ATTN_EXT_INLINE int64_t block_height(int64_t rows, int64_t blocks) {

@@ -264,6 +264,7 @@ class QueryBlock {
   void store_output_as() const;
   void emit(int64_t band);
   void emit_row(int64_t r, const T* row) const;
+  void emit_pairs(int64_t band);
 
   const ForwardParams& params_;
   const ForwardPlan& plan_;

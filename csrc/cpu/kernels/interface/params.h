@@ -109,7 +109,10 @@ struct ForwardParams : CallParams {
 // Every incoming gradient may be absent (data null) and have any strides, 0 included; a gradient that is not
 // wanted has data null. T is float, double for float64.
 struct BackwardParams : CallParams {
-  TensorView output;          // not read where delta is given
+  TensorView output;  // not read where delta is given
+  // P (B, Hq, Lq, Lk) as the forward pass has written it, in the query's dtype, column_stride 1; data null:
+  // it is made again, as it is wherever it does not tell enough.
+  TensorView weights;
   const void* lse = nullptr;  // (B, Hq, Lq), T
   int64_t lse_stride = 0;     // from a head's rows in it, and in the next two, to those of the next
   // rowsum(P dP) over all keys, of which these are a part, as lse is then; null: these are all. lse may be

@@ -81,6 +81,7 @@ struct FewKeysPack {
   Operands<Operand> key_columns, value_columns;  // K^T, V^T in panels
   Operands<Operand> key_rows;                    // K as a right operand
   bool bad_keys;                                 // some are not finite
+  bool bad_values;                               // the same; looked for where weights are read
 };
 
 // What all blocks of a unit have in common, in a thread's memory or in what threads share.

@@ -177,6 +177,26 @@ ATTN_EXT_INLINE void FewKeysUnit<S>::make_plain_weights(T* scores, const T* grad
   weight_sum = lane_sum<T>(weight_sums);
 }
 
+// The same of P as the forward pass has written it, 0 in what is hidden.
+template <typename S>
+template <int Vectors>
+ATTN_EXT_INLINE void FewKeysUnit<S>::take_weights(const Element* weights, T* scores, const T* grads, T& sum,
+                                                  T& weight_sum) const {
+  const int64_t keys = keys_;
+  Vec<T> sums = {}, weight_sums = {};
+#pragma GCC unroll 8
+  for (int v = 0; v < Vectors; ++v) {
+    const int64_t j = v * S::kLane;
+    const bool whole = v + 1 < Vectors || j + S::kLane == keys;
+    const Vec<T> p = whole ? load_compute(weights + j) : load_compute_partial(weights + j, keys - j);
+    store(scores + j, p);
+    weight_sums += p;
+    sums = multiply_add(p, p == Vec<T>{} ? Vec<T>{} : load(grads + j), sums);
+  }
+  sum = lane_sum<T>(sums);
+  weight_sum = lane_sum<T>(weight_sums);
+}
+
 // dS of `Rows` neighbouring rows, of which P and dP are there; also from mask_place on (negative: not) into
 // the mask's gradient, whose keys are neighbours then.
 template <typename S>
@@ -222,13 +242,18 @@ bool FewKeysUnit<S>::finish_plain_rows(int64_t first, int64_t begin, int64_t end
       memset(scores, 0, static_cast<size_t>(stride_) * sizeof(T));
       continue;
     }
-    const M* mask = nullptr;
-    if constexpr (!std::is_same_v<M, void>)
-      mask = row_pointer<const M>(rule.mask, unit_.batch, head_, first + r);
-    make_plain_weights<Vectors>(scores, s_.grads + r * stride_, mask,
-                                has_window ? window_keys(rule, keys_, first + r) : Range{0, keys_},
-                                lse[r] * static_cast<T>(kLog2E), sums[r - begin], weight_sums[r - begin],
-                                lowest);
+    if constexpr (std::is_same_v<M, KeptWeights>) {
+      take_weights<Vectors>(row_pointer<const Element>(params_.weights, unit_.batch, head_, first + r),
+                            scores, s_.grads + r * stride_, sums[r - begin], weight_sums[r - begin]);
+    } else {
+      const M* mask = nullptr;
+      if constexpr (!std::is_same_v<M, void>)
+        mask = row_pointer<const M>(rule.mask, unit_.batch, head_, first + r);
+      make_plain_weights<Vectors>(scores, s_.grads + r * stride_, mask,
+                                  has_window ? window_keys(rule, keys_, first + r) : Range{0, keys_},
+                                  lse[r] * static_cast<T>(kLog2E), sums[r - begin], weight_sums[r - begin],
+                                  lowest);
+    }
   }
   // A score of -inf that a row sees has a weight of 0 like what is hidden, but 0 times NaN is NaN.
   const auto below = lowest < broadcast(-FloatFormat<T>::kLargest);
@@ -287,6 +312,14 @@ void FewKeysUnit<S>::finish_bad_rows(int64_t first, int64_t begin, int64_t end) 
   finish_full_rows(first, begin, end);
 }
 
+// With NaN or Inf about, a weight of 0 does not tell what is hidden from what is small: only in dO it shows.
+template <typename S>
+bool FewKeysUnit<S>::reads_weights(int64_t first, int64_t count) const {
+  return kReadsWeights<S> && params_.weights.data != nullptr && !full_ && wants_grads_ &&
+         stride_ / S::kLane <= kPlainVectors && !pack_.bad_keys && !pack_.bad_values && !bad_queries_ &&
+         !any_far(lse_rows<S>(params_, unit_.batch, head_) + first, count);
+}
+
 template <typename S>
 void FewKeysUnit<S>::finish_rows(int64_t first, int64_t count) {
   const ScoreRule& rule = params_.rule;
@@ -300,7 +333,7 @@ void FewKeysUnit<S>::finish_rows(int64_t first, int64_t count) {
       full_ || !wants_grads_ || vectors > kPlainVectors || scaled || (by_key && rule.mask.column_stride != 1);
   for (int64_t begin = 0; begin < count; begin += kFewKeysBand) {
     const int64_t end = smaller(count, begin + kFewKeysBand);
-    if (special || any_far(lse + begin, end - begin)) {
+    if (!reads_weights_ && (special || any_far(lse + begin, end - begin))) {
       T* scores = s_.scores + begin * stride_;
       // A key or a query that is not finite gives no finite product.
       if (!are_finite(scores, (end - begin) * stride_)) keep_seen(rule, scores, (end - begin) * stride_);
@@ -308,7 +341,9 @@ void FewKeysUnit<S>::finish_rows(int64_t first, int64_t count) {
       continue;
     }
     bool finished = false;
-    if (!by_key) {
+    if (reads_weights_) {
+      if constexpr (kReadsWeights<S>) finished = (this->*plain_rows<KeptWeights>(vectors))(first, begin, end);
+    } else if (!by_key) {
       finished = (this->*plain_rows<void>(vectors))(first, begin, end);
     } else {
       with_kind<Element>(rule.mask_kind, [&](auto tag) {

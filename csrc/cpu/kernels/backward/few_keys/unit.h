@@ -14,6 +14,7 @@
 #include "../../scores/dropout_draw.h"
 #include "../chains.h"
 #include "../mask_grad.h"
+#include "../plan.h"
 #include "../row_gradients.h"
 #include "../row_terms.h"
 #include "../store_rows.h"
@@ -23,6 +24,9 @@ namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
 constexpr int64_t kFewKeysBand = 16;  // rows that are finished together
 constexpr int64_t kPlainVectors = 8;  // of a row that has code of its own for its length
+
+// In place of a mask's type: weights are there, and no mask is needed.
+struct KeptWeights {};
 
 // A unit (a batch's key head and its group of query heads), block of rows after block.
 template <typename S>
@@ -168,11 +172,14 @@ class FewKeysUnit {
   template <int Vectors, typename M>
   void make_plain_weights(T* scores, const T* grads, const M* mask, Range seen, T lse, T& sum, T& weight_sum,
                           Vec<T>& lowest) const;
+  template <int Vectors>
+  void take_weights(const Element* weights, T* scores, const T* grads, T& sum, T& weight_sum) const;
   template <int Vectors, int Rows>
   void make_plain_grads(int64_t r, const T* deltas, int64_t mask_place, bool keeps);
   using PlainRows = bool (FewKeysUnit::*)(int64_t, int64_t, int64_t);
   template <typename M>
   static PlainRows plain_rows(int64_t vectors);
+  bool reads_weights(int64_t first, int64_t count) const;
   void finish_full_row(int64_t row, int64_t index);
   T finish_delta(int64_t row, T lse, T sum, T weight_sum);
   void draw_row(int64_t row) const;
@@ -197,6 +204,7 @@ class FewKeysUnit {
   Matrix<Element> query_{}, grad_{}, finite_grad_{};
   Operands<Operand> query_right_{}, grad_right_{};
   bool bad_queries_ = false;
+  bool reads_weights_ = false;       // those of the forward pass; no score is made
   bool may_have_bad_grads_ = false;  // NaN or Inf in dO
   T sink_grad_ = 0;
 };
@@ -228,7 +236,9 @@ void FewKeysUnit<S>::pack_keys() {
   pack_.key = rows(params_.key, shape.head_dim);
   pack_.key_columns = pack_columns(pack_.key, memory_.key_columns);
   if (has_grad_ && wants_grads_) {
-    pack_.value_columns = pack_columns(rows(params_.value, shape.value_dim), memory_.value_columns);
+    const Matrix<Element> value = rows(params_.value, shape.value_dim);
+    pack_.value_columns = pack_columns(value, memory_.value_columns);
+    pack_.bad_values = kReadsWeights<S> && params_.weights.data != nullptr && !all_finite(value);
   }
   if (params_.grad_query.data == nullptr) return;
   const Matrix<Element> finite = finite_only(pack_.key, memory_.finite_key);
@@ -279,7 +289,8 @@ void FewKeysUnit<S>::make_rows(int64_t group_head, int64_t block) {
   const bool grads_keys = params_.grad_key.data != nullptr;
   const Matrix<Element> finite_query = grads_keys ? finite_only(query_, s_.finite_query) : query_;
   bad_queries_ = finite_query.data != query_.data;
-  multiply_rows(query_, s_.query_left, pack_.key_columns, s_.scores);
+  reads_weights_ = reads_weights(first_, count_);
+  if (!reads_weights_) multiply_rows(query_, s_.query_left, pack_.key_columns, s_.scores);
   if (has_grad_ && wants_grads_) multiply_rows(grad_, s_.grad_left, pack_.value_columns, s_.grads);
   may_have_bad_grads_ = !wants_grads_;  // nothing else would tell
   finish_rows(first_, count_);

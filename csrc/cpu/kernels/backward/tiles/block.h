@@ -9,6 +9,7 @@
 #include "../../scores/dropout_draw.h"
 #include "../../scores/mask_and_scale.h"
 #include "../mask_grad.h"
+#include "../plan.h"
 #include "../row_terms.h"
 #include "pack.h"
 
@@ -21,6 +22,8 @@ constexpr int64_t kCellRows = S::Product::kInRegisters ? 4 * S::kTileRows : 2 * 
 // With a mask to be turned around, whole cache lines of it and whole squares of lanes.
 template <typename S>
 constexpr int64_t kMaskCellRows = S::Product::kInRegisters ? 48 : 64;
+// With P to be turned around in pairs, whole squares of those.
+constexpr int64_t kKeptCellRows = 96;
 constexpr int64_t kMaxBackwardKeys = 512;
 constexpr int64_t kMaxBackwardQueries = 512;
 constexpr int64_t kMaxPanels = kMaxBackwardQueries / 4;
@@ -35,6 +38,7 @@ struct KeyQueryScratch {
   Operand* grads_left;    // the same for dS; wide: the grads
   Operand* grads_right;   // (query panels, depth of keys, kPanel): dS as a right operand; not there when wide
   T* bias;                // (cell keys, kPanel): mask or bias in units of log2
+  Operand* kept_weights;  // (cell keys / 2, kPanel): P of the forward pass, in pairs of neighbouring keys
   T* weight_grads;        // (cell keys, kPanel): dW
   T* cap_slope;           // (cell keys, kPanel): 1 - tanh^2
   T* keep;                // (keys, kPanel): dropout factors of a panel
@@ -49,7 +53,7 @@ KeyQueryScratch<S> take_key_query_scratch(Arena& arena, const BackwardParams& pa
   using T = typename S::Accum;
   using Operand = typename S::Operand;
   KeyQueryScratch<S> s{};
-  const int64_t cell = (larger(kCellRows<S>, kMaskCellRows<S>) + S::kLane) * S::kPanel;
+  const int64_t cell = (larger(larger(kCellRows<S>, kMaskCellRows<S>), kKeptCellRows) + S::kLane) * S::kPanel;
   const int64_t step = S::kLane * S::kDepth;
   int64_t padded = queries + step;  // off the powers of two that share cache sets
   if ((padded & (padded - 1)) == 0) padded += step;
@@ -68,6 +72,7 @@ KeyQueryScratch<S> take_key_query_scratch(Arena& arena, const BackwardParams& pa
     s.grads = s.grads_left;
   }
   if (params.rule.mask_kind != ScalarKind::kNone) s.bias = take<T>(arena, cell);
+  if (params.weights.data != nullptr) s.kept_weights = take<Operand>(arena, cell);
   if (params.grad_weights.data != nullptr) s.weight_grads = take<T>(arena, cell);
   if (params.rule.softcap > 0) s.cap_slope = take<T>(arena, cell);
   if (params.dropout.enabled) s.keep = take<T>(arena, (keys + 2 * kDropoutColumns) * S::kPanel);
@@ -86,6 +91,7 @@ struct BlockPart {
 // Keys of a cell.
 template <typename S>
 int64_t cell_rows_of(const BackwardParams& params) {
+  if (kReadsWeights<S> && params.weights.data != nullptr) return kKeptCellRows;
   return params.rule.mask_kind == ScalarKind::kNone ? kCellRows<S> : kMaskCellRows<S>;
 }
 
@@ -207,6 +213,14 @@ class KeyQueryBlock {
   void sum_delta(int64_t cell, int64_t panel);
   void sum_rows(int64_t cell, int64_t panel);
 
+  // kept_weights.h
+  RowsAhead weights_ahead(int64_t cell, int64_t panel) const;
+  void load_weights_cell(int64_t cell, int64_t panel) const;
+  void run_kept_cell(int64_t cell, int64_t panel);
+  template <bool Select>
+  void kept_paired_cell(int64_t cell, int64_t panel);
+  void kept_rows(int64_t cell, int64_t panel) const;
+
   // products.h
   void add_key_side(const Operand* left, const Operands<Operand>& right, int64_t dim, T* out);
   void add_grad_query();
@@ -237,8 +251,9 @@ class KeyQueryBlock {
   QueryPack<S> queries_{};
   T* grad_key_ = nullptr;
   T* grad_value_ = nullptr;
-  bool mask_by_key_ = false;  // a mask that has to be looked at element by element
-  bool select_all_ = false;   // some dP may not be finite where P is 0
+  bool mask_by_key_ = false;    // a mask that has to be looked at element by element
+  bool select_all_ = false;     // some dP may not be finite where P is 0
+  bool reads_weights_ = false;  // those of the forward pass; no score is made
   Pass pass_ = Pass::kGradients;
   bool special_ = false;              // full_, or rows that are far
   int64_t keep_first_ = 0;            // key of the first row of `keep`

@@ -10,6 +10,9 @@ namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 template <typename S>
 void KeyQueryBlock<S>::run_cell(int64_t cell, int64_t panel) {
   const AttentionShape& shape = params_.shape;
+  if constexpr (kReadsWeights<S>) {
+    if (reads_weights_ && pass_ == Pass::kGradients) return run_kept_cell(cell, panel);
+  }
   const bool rows_only = pass_ == Pass::kRowMax || pass_ == Pass::kRowSum;
   const bool with_grads = pass_ == Pass::kDelta || (pass_ == Pass::kGradients && wants_grads_);
   multiply_cell(cell, panel, *keys_.key_rows, queries_.query_columns, shape.head_dim, s_.scores,
@@ -208,8 +211,8 @@ ATTN_EXT_INLINE void KeyQueryBlock<S>::store_pairs([[maybe_unused]] int64_t pane
 #endif
 }
 
-// make(k, v, at) for each of `keys` x `vectors` vectors of P and dS, 0 in place of the others; then
-// store_pairs().
+// make(r, k, i, weight, grad), of key r + k and the queries from i on, for each of `keys` x `vectors` vectors
+// of P and dS, 0 in place of the others; then store_pairs().
 template <typename S>
 template <typename Make>
 ATTN_EXT_INLINE void KeyQueryBlock<S>::make_pairs(int64_t panel, int64_t r, int64_t i, int keys, int vectors,
@@ -218,7 +221,7 @@ ATTN_EXT_INLINE void KeyQueryBlock<S>::make_pairs(int64_t panel, int64_t r, int6
 #pragma GCC unroll 2
   for (int k = 0; k < keys; ++k) {
 #pragma GCC unroll 2
-    for (int v = 0; v < vectors; ++v) make(r + k, i + v * S::kLane, weights[k][v], grads[k][v]);
+    for (int v = 0; v < vectors; ++v) make(r, k, i + v * S::kLane, weights[k][v], grads[k][v]);
   }
   store_pairs(panel, r, i, weights, grads);
 }
@@ -245,9 +248,9 @@ void KeyQueryBlock<S>::pair_cell(int64_t cell, int64_t panel) {
   if constexpr (S::kPaired) {
     make_pairs_of_cell(
         cell,
-        panel, [&](int64_t r, int64_t i, Vec<T> & weight, Vec<T> & grad) __attribute__((always_inline)) {
-          weight = load(score_row(cell, panel, r) + i);
-          grad = load(grad_row(cell, panel, r) + i);
+        panel, [&](int64_t r, int k, int64_t i, Vec<T>& weight, Vec<T>& grad) __attribute__((always_inline)) {
+          weight = load(score_row(cell, panel, r + k) + i);
+          grad = load(grad_row(cell, panel, r + k) + i);
         });
   }
 }
@@ -302,12 +305,13 @@ void KeyQueryBlock<S>::plain_paired_cell(int64_t cell, int64_t panel) {
   const Vec<T> scale = broadcast(units_.softmax_scale), mask_scale = broadcast(units_.beside_mask());
   const T* lse = queries_.terms.lse + panel;
   const T* delta = queries_.terms.delta + panel;
-  const auto make = [&](int64_t r, int64_t i, Vec<T> & weight, Vec<T> & grad) __attribute__((always_inline)) {
-    Vec<T> score = load(score_row(cell, panel, r) + i);
+  const auto make = [&](int64_t r, int k, int64_t i, Vec<T>& weight, Vec<T>& grad)
+      __attribute__((always_inline)) {
+    Vec<T> score = load(score_row(cell, panel, r + k) + i);
     if constexpr (Masked) {
-      score = masked_score<T>(score, mask_scale, load(s_.bias + (r - cell) * S::kPanel + i));
+      score = masked_score<T>(score, mask_scale, load(s_.bias + (r + k - cell) * S::kPanel + i));
     }
-    grad = load(grad_row(cell, panel, r) + i);
+    grad = load(grad_row(cell, panel, r + k) + i);
     make_weights<Select, T>(score, scale, load(lse + i), load(delta + i), weight, grad);
   };
   make_pairs_of_cell(cell, panel, make);

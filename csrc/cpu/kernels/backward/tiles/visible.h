@@ -54,6 +54,11 @@ bool KeyQueryBlock<S>::set_block(int64_t head, Range rows, const QueryPack<S>& p
       rule.mask_kind != ScalarKind::kNone &&
       (rule.mask_kind != ScalarKind::kBool || (rule.mask.row_stride != 0 && rule.mask.column_stride != 0));
   select_all_ = *pack.terms.has_dead_rows != 0 || *keys_.has_bad_values != 0 || *keys_.has_bad_keys != 0;
+  // With NaN or Inf about, a weight of 0 does not tell what is hidden from what is small.
+  reads_weights_ = kReadsWeights<S> && params_.weights.data != nullptr && !full_ &&
+                   !needs_exact_delta(params_) && *pack.terms.has_far_rows == 0 &&
+                   *keys_.has_bad_values == 0 && *keys_.has_bad_keys == 0 && *pack.has_bad_queries == 0 &&
+                   *pack.has_bad_grads == 0;
   for (int64_t tile = part_.keys.begin; tile < part_.keys.end; tile += S::kTileRows) {
     Range& common = cell_common_[tile / cell_size_];
     if (tile % cell_size_ == 0) common = {0, count};

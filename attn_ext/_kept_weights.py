@@ -1,0 +1,54 @@
+"""Whether weights may be kept from the forward pass for the backward pass."""
+
+from contextlib import ContextDecorator
+from types import TracebackType
+
+from ._library import _C
+
+__all__ = ["keep_weights"]
+
+
+class keep_weights(ContextDecorator):
+    """Allow calls to keep their weights for the backward pass, or refuse it; for the current thread.
+
+    Keeping them, backward makes neither scores nor exponentials again. It is allowed unless the environment
+    variable ``ATTN_EXT_KEEP_WEIGHTS`` is 0, and happens where all of this holds:
+
+    - a gradient is wanted, and query, key and value are bfloat16 on the CPU;
+    - the instruction set multiplies pairs of bfloat16 in vectors: ``avx512_bf16`` or ``neon_bf16``;
+    - the weights, in bfloat16, take no more memory than query, key, value and output together (``Lk`` up to
+      4 ``D`` where ``Lq`` is ``Lk``), ``Lk`` is at most 1024, and ``Lq`` at least 17;
+    - there is neither dropout nor softcap, and all sizes are known when the call is made, or traced.
+
+    Nothing else decides; :func:`attn_ext.explain` tells of a call. The output has the same bits either way;
+    gradients are those of weights that were rounded to bfloat16, as without it they are where they are
+    multiplied. Memory (..., Hq, Lq, Lk) is held from forward to backward.
+
+    Works as a context manager, as a decorator, and is undone at the end. A compiled function does what was
+    allowed when it was traced; a checkpointed one must be recomputed under what it ran under.
+
+    Args:
+        enabled: whether it is allowed.
+
+    Example:
+        >>> import torch, attn_ext
+        >>> query = torch.randn(1, 8, 197, 64, dtype=torch.bfloat16, requires_grad=True)
+        >>> with attn_ext.keep_weights(False):
+        ...     attn_ext.explain(query, query, query).kept_bytes
+        0
+    """
+
+    def __init__(self, enabled: bool) -> None:
+        if not isinstance(enabled, bool):
+            raise TypeError(f"attn_ext: expected enabled to be a bool, but got {enabled!r}")
+        self.enabled = enabled
+        self._before: list[bool] = []
+
+    def __enter__(self) -> None:
+        self._before.append(_C.keep_weights())
+        _C.set_keep_weights(self.enabled)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _C.set_keep_weights(self._before.pop())

@@ -1,0 +1,83 @@
+#include "kept_weights.h"
+
+#include <attn_ext/attn_ext.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <string_view>
+
+#include "call.h"
+#include "kernel_choice.h"
+
+namespace attn_ext {
+
+namespace {
+
+bool allowed_at_first() {
+  const char* value = std::getenv("ATTN_EXT_KEEP_WEIGHTS");
+  return value == nullptr || std::string_view(value) != "0";
+}
+
+bool& allowed() {
+  thread_local bool allowed = allowed_at_first();
+  return allowed;
+}
+
+}  // namespace
+
+bool keep_weights() {
+  return allowed();
+}
+
+void set_keep_weights(bool enabled) {
+  allowed() = enabled;
+}
+
+namespace cpu {
+
+namespace {
+
+/// Heads, rows and columns; none where they are not known, or the tensor is not even a matrix.
+std::optional<std::array<int64_t, 3>> sizes_of(const at::Tensor& tensor) {
+  if (tensor.dim() < 2) {
+    return std::nullopt;
+  }
+  std::array<int64_t, 3> sizes{1, 0, 0};
+  for (int64_t i = tensor.dim() < 3 ? 1 : 0; i < 3; ++i) {
+    const auto size = tensor.sym_size(i - 3).maybe_as_int();
+    if (!size.has_value()) {
+      return std::nullopt;
+    }
+    sizes[static_cast<size_t>(i)] = *size;
+  }
+  return sizes;
+}
+
+}  // namespace
+
+bool keeps_weights(const SdpaArgs& args) {
+  const KernelTable* table = kernels_in_use();
+  const bool is_plain = args.dropout_p == 0.0 && args.softcap == 0.0 && !args.sequences.defined() &&
+                        !args.unrounded && !args.dropout_origin.has_value();
+  if (!allowed() || !is_plain || table == nullptr || !args.query.device().is_cpu()) {
+    return false;
+  }
+  const auto query = sizes_of(args.query), key = sizes_of(args.key), value = sizes_of(args.value);
+  if (!query.has_value() || !key.has_value() || !value.has_value()) {
+    return false;
+  }
+  AttentionShape shape;
+  const int64_t key_heads = std::max((*key)[0], (*value)[0]);
+  shape.query_heads = std::max((*query)[0], key_heads);
+  shape.key_heads = args.enable_gqa ? key_heads : shape.query_heads;
+  shape.query_len = (*query)[1];
+  shape.key_len = (*key)[1];
+  shape.head_dim = (*query)[2];
+  shape.value_dim = (*value)[2];
+  return kernels_of(table->keeps_weights, args.query.scalar_type())(shape);
+}
+
+}  // namespace cpu
+
+}  // namespace attn_ext

@@ -1,0 +1,106 @@
+// KeyQueryBlock: a cell whose P comes from the forward pass, turned around: no score is made, no mask read.
+#pragma once
+
+#include "cell.h"
+#include "visible.h"
+
+namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
+
+template <typename S>
+RowsAhead KeyQueryBlock<S>::weights_ahead(int64_t cell, int64_t panel) const {
+  return rows_ahead(params_.weights, params_.weights.data, sizeof(Element), cell, panel);
+}
+
+// P of the cell, of keys as they lie: two neighbours go as one through the turn.
+template <typename S>
+void KeyQueryBlock<S>::load_weights_cell(int64_t cell, int64_t panel) const {
+  const int64_t key = key_first_ + cell, stride = params_.weights.row_stride;
+  const int64_t queries = smaller(S::kPanel, query_count_ - panel);
+  const Element* weights =
+      row_pointer<const Element>(params_.weights, batch_, head_, query_first_ + panel) + key;
+  constexpr int64_t kKeys = S::kLane * S::kDepth;
+  for (int64_t k = 0; k < cell_rows(cell); k += kKeys) {
+    const int64_t present = smaller(kKeys, params_.shape.key_len - key - k);
+    for (int64_t q = 0; q < panel_width(panel); q += S::kLane) {
+      const Element* from = weights + q * stride + k;
+      Vec<T> square[kLanes<T>];
+      if (present == kKeys && q + S::kLane <= queries) {
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < S::kLane; ++i) {
+          square[i] = (Vec<T>)load_operands<Product>(from + i * stride);
+        }
+      } else {
+        for (int64_t i = 0; i < S::kLane; ++i) {
+          square[i] =
+              q + i < queries ? (Vec<T>)load_operands_partial<Product>(from + i * stride, present) : Vec<T>{};
+        }
+      }
+      transpose_square<T>(square);
+      Operand* out = s_.kept_weights + k / S::kDepth * S::kPanel + q;
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < S::kLane; ++i) store(out + i * S::kPanel, (Vec<Operand>)square[i]);
+    }
+  }
+}
+
+// What is hidden has a P of 0.
+template <typename S>
+void KeyQueryBlock<S>::run_kept_cell(int64_t cell, int64_t panel) {
+  if (wants_grads_) {
+    multiply_cell(cell, panel, *keys_.value_rows, queries_.grad_columns, params_.shape.value_dim, s_.grads,
+                  weights_ahead(cell, panel));
+  }
+  load_weights_cell(cell, panel);
+  const bool whole = is_whole(cell, panel);
+  if (whole && !mask_grad_.wanted()) {
+    return mask_by_key_ || select_all_ ? kept_paired_cell<true>(cell, panel)
+                                       : kept_paired_cell<false>(cell, panel);
+  }
+  kept_rows(cell, panel);
+  if (!whole) clear_outside(cell, panel);
+  finish_side_grads(cell, panel);
+  pair_cell(cell, panel);
+}
+
+// Of a pair of weights, that of the first key or of the second.
+ATTN_EXT_INLINE Vec<float> weight_of_pair(Vec<uint32_t> pair, int second) {
+  return (Vec<float>)(second != 0 ? pair & 0xffff0000u : pair << 16);
+}
+
+template <bool Select, typename T>
+ATTN_EXT_INLINE Vec<T> grad_of_weight(Vec<T> weight, Vec<T> grad, Vec<T> delta) {
+  const Vec<T> product = weight * (grad - delta);
+  if constexpr (!Select) return product;
+  return weight == Vec<T>{} ? Vec<T>{} : product;
+}
+
+template <typename S>
+template <bool Select>
+void KeyQueryBlock<S>::kept_paired_cell(int64_t cell, int64_t panel) {
+  const T* delta = queries_.terms.delta + panel;
+  const auto make = [&](int64_t r, int k, int64_t i, Vec<T>& weight, Vec<T>& grad)
+      __attribute__((always_inline)) {
+    weight = weight_of_pair(load(s_.kept_weights + (r - cell) / 2 * S::kPanel + i), k);
+    grad = grad_of_weight<Select, T>(weight, load(grad_row(cell, panel, r + k) + i), load(delta + i));
+  };
+  make_pairs_of_cell(cell, panel, make);
+}
+
+// The same, P and dS as floats.
+template <typename S>
+void KeyQueryBlock<S>::kept_rows(int64_t cell, int64_t panel) const {
+  for (int64_t r = cell; r < cell + cell_rows(cell); ++r) {
+    const Range span = panel_span(round_down(r, S::kTileRows), panel);
+    const Operand* pairs = s_.kept_weights + (r - cell) / 2 * S::kPanel;
+    T* weights = score_row(cell, panel, r);
+    T* grads = grad_row(cell, panel, r);
+    for (int64_t i = span.begin; i < span.end; i += S::kLane) {
+      const Vec<T> weight = weight_of_pair(load(pairs + i), static_cast<int>((r - cell) & 1));
+      store(weights + i, weight);
+      store(grads + i,
+            grad_of_weight<true, T>(weight, load(grads + i), load(queries_.terms.delta + panel + i)));
+    }
+  }
+}
+
+}  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

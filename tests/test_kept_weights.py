@@ -1,0 +1,437 @@
+"""Weights that the forward pass keeps for the backward pass: when, how many, and nothing else changes."""
+
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import attn_ext
+from attn_ext.testing import LAYOUTS, Case, assert_gradients_accurate, on_threads
+
+OPS = torch.ops.attn_ext
+KEEPS = attn_ext.cpu_capability() in ("avx512_bf16", "neon_bf16")
+only_where_kept = pytest.mark.skipif(not KEEPS, reason="this instruction set keeps no weights")
+
+# name: (Lq, Lk, D, Dv), heads of query and key, masks and other options
+SHAPES = {
+    "tiles": (197, 197, 64, 64),
+    "long": (300, 1024, 256, 256),
+    "odd": (33, 131, 37, 41),
+    "few_keys": (49, 49, 32, 32),
+    "few_keys_of_many_rows": (500, 77, 40, 40),
+    "few_keys_odd": (19, 23, 17, 9),
+}
+CALLS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "window": {"window_left": 20, "window_right": 3},
+    "dead_rows": {"window_left": 5, "query_offset": -30},
+    "padding": {"attn_mask": torch.arange(197) < 160},
+    "bool_mask": {"attn_mask": torch.rand(197, 197, generator=torch.Generator().manual_seed(0)) < 0.5},
+    "bias": {"attn_mask": torch.randn(2, 1, 197, 197, generator=torch.Generator().manual_seed(1))},
+    "bias_of_keys": {"attn_mask": torch.randn(197, generator=torch.Generator().manual_seed(2))},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0, float("inf"), 3.0])},
+    "scale": {"scale": -0.3},
+}
+
+
+def inputs(name="tiles", key_heads=4, dtype=torch.bfloat16, seed=0):
+    """(2, 4, Lq, D), and so many key heads."""
+    query_len, key_len, dim, value_dim = SHAPES[name]
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (4, query_len, dim), (key_heads, key_len, dim), (key_heads, key_len, value_dim)
+    return [torch.randn(2, *shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+
+
+def kept_shapes(function, *args, **options):
+    """Of all tensors that autograd keeps."""
+    kept = []
+    with saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        function(*args, **options)
+    return kept
+
+
+def keeps(tensors, op=attn_ext.sdpa, **options):
+    query, key, _ = tensors
+    shape = torch.Size((*query.shape[:-1], key.shape[-2]))
+    kept = shape in kept_shapes(op, *tensors, **options)
+    if op is attn_ext.sdpa:
+        bytes_of = shape.numel() * 2 if kept else 0
+        assert attn_ext.explain(*tensors, **options).kept_bytes == bytes_of
+    return kept
+
+
+def sized(case, name):
+    query_len, key_len, dim, value_dim = SHAPES[name]
+    return replace(
+        case,
+        query=(2, 2, query_len, dim),
+        key=(2, 2, key_len, dim),
+        value=(2, 2, key_len, value_dim),
+        mask_shape=(2, 1, query_len, key_len),
+    )
+
+
+def internal_backward(tensors, change, **more):
+    """Gradients from the weights of the forward pass, changed."""
+    scalars = (0.0, False, None, False, None, None, 0, 0.0)
+    none = (None,) * 4
+    output, lse, weights, _ = OPS._sdpa_forward(*tensors, *none, *scalars, True, False)
+    return OPS._sdpa_backward(
+        torch.ones_like(output),
+        *(None,) * 3,
+        *tensors,
+        *none,
+        output,
+        lse,
+        *scalars,
+        [True] * 3 + [False] * 2,
+        weights=change(weights),
+        **more,
+    )
+
+
+class TestRule:
+    @pytest.mark.parametrize("name", SHAPES)
+    def test_kept_where_they_are_no_larger_than_the_rest(self, name):
+        assert keeps(inputs(name)) == KEEPS
+
+    @pytest.mark.parametrize("call", CALLS)
+    def test_masks_do_not_matter(self, call):
+        assert keeps(inputs(), **CALLS[call]) == KEEPS
+
+    @pytest.mark.parametrize(("length", "kept"), [(16, False), (17, True), (64, True), (65, False)])
+    def test_limits_of_lengths(self, length, kept):
+        """(D + Dv) * 2 * L numbers, so up to L = 2 * (D + Dv)."""
+        dims = (20, 20, 12)
+        tensors = [torch.randn(2, 1, length, dim).bfloat16().requires_grad_() for dim in dims]
+        assert keeps(tensors) == (KEEPS and kept)
+
+    @pytest.mark.parametrize(("key_len", "kept"), [(1024, True), (1025, False)])
+    def test_limits_of_keys(self, key_len, kept):
+        query, key = torch.randn(1, 1, 20, 64), torch.randn(1, 1, key_len, 64)
+        assert keeps([x.bfloat16().requires_grad_() for x in (query, key, key.clone())]) == (KEEPS and kept)
+
+    def test_groups_count_their_keys_once(self):
+        """4 x 192 x 192 weights; 5 x 192 rows of 64 + 64 where the heads share a key head, else 8 x 192."""
+        for key_heads, kept in ((1, False), (4, True)):
+            heads = (4, key_heads, key_heads)
+            tensors = [torch.randn(1, n, 192, 64).bfloat16().requires_grad_() for n in heads]
+            assert keeps(tensors, enable_gqa=True) == (KEEPS and kept)
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+    def test_not_of_other_dtypes(self, dtype):
+        assert not keeps(inputs(dtype=dtype))
+
+    @pytest.mark.parametrize("options", [{"dropout_p": 0.1}, {"softcap": 5.0}])
+    def test_not_with_dropout_or_softcap(self, options):
+        assert not keeps(inputs(), **options)
+
+    @pytest.mark.parametrize("op", [attn_ext.sdpa_with_weights, attn_ext.sdpa_with_key_mass])
+    def test_not_beside_weights_and_key_mass(self, op):
+        """What was handed out may be written to."""
+        assert (2, 4, 197, 197) not in kept_shapes(op, *inputs())
+        output, side = op(*inputs())
+        side.mul_(2)
+        output.sum().backward()
+
+    def test_beside_lse(self):
+        assert keeps(inputs(), op=attn_ext.sdpa_with_lse) == KEEPS
+
+    def test_not_without_a_gradient(self):
+        tensors = [x.detach() for x in inputs()]
+        assert attn_ext.explain(*tensors).kept_bytes == 0
+        with torch.no_grad():
+            assert attn_ext.explain(*inputs()).kept_bytes == 0
+
+    def test_of_a_mask_that_alone_has_a_gradient(self):
+        query, key, value = (x.detach() for x in inputs())
+        bias = torch.zeros(197, 197, dtype=torch.bfloat16, requires_grad=True)
+        assert keeps((query, key, value), attn_mask=bias) == KEEPS
+
+    def test_wrong_calls_are_refused_as_ever(self):
+        x = torch.randn(3, dtype=torch.bfloat16, requires_grad=True)
+        with pytest.raises(RuntimeError, match="attn_ext: expected query"):
+            attn_ext.sdpa(x, x, x)
+
+    @only_where_kept
+    def test_explain_says_it(self):
+        assert "kept        620,944 bytes, weights for backward" in str(attn_ext.explain(*inputs()))
+
+
+class TestRefusal:
+    def test_context_decorator_and_nesting(self):
+        with attn_ext.keep_weights(False):
+            assert not keeps(inputs())
+            with attn_ext.keep_weights(True):
+                assert keeps(inputs()) == KEEPS
+            assert not keeps(inputs())
+        assert keeps(inputs()) == KEEPS
+        refusing = attn_ext.keep_weights(False)(keeps)
+        assert not refusing(inputs())
+        with pytest.raises(ValueError, match="left"), attn_ext.keep_weights(False):
+            raise ValueError("left")
+        assert keeps(inputs()) == KEEPS
+
+    def test_a_thread_has_its_own(self):
+        seen = []
+        with attn_ext.keep_weights(False):
+            thread = threading.Thread(target=lambda: seen.append(keeps(inputs())))
+            thread.start()
+            thread.join()
+        assert seen == [KEEPS]
+
+    @pytest.mark.parametrize(("value", "allowed"), [("0", False), ("1", True)])
+    def test_environment(self, value, allowed):
+        program = (
+            "import torch, attn_ext; x = torch.randn(1, 1, 99, 64).bfloat16().requires_grad_();"
+            "print(attn_ext.explain(x, x, x).kept_bytes)"
+        )
+        run = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "ATTN_EXT_KEEP_WEIGHTS": value},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert int(run.stdout) == (99 * 99 * 2 if allowed and KEEPS else 0)
+
+    @pytest.mark.parametrize("enabled", [0, None, "no"])
+    def test_only_a_bool(self, enabled):
+        with pytest.raises(TypeError, match="expected enabled to be a bool, but got"):
+            attn_ext.keep_weights(enabled)
+
+
+class TestResults:
+    @pytest.mark.parametrize("name", SHAPES)
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_outputs_have_the_same_bits(self, name, is_causal):
+        tensors = inputs(name)
+        kept = attn_ext.sdpa_with_lse(*tensors, is_causal=is_causal)
+        with attn_ext.keep_weights(False):
+            refused = attn_ext.sdpa_with_lse(*tensors, is_causal=is_causal)
+        with torch.no_grad():
+            plain = attn_ext.sdpa_with_lse(*tensors, is_causal=is_causal)
+        for a, b, c in zip(kept, refused, plain, strict=True):
+            assert torch.equal(a, b)
+            assert torch.equal(a, c)
+
+    @pytest.mark.parametrize("name", SHAPES)
+    @pytest.mark.parametrize(
+        "case",
+        [
+            Case("plain"),
+            Case("causal", options={"is_causal": True}),
+            Case("window", options={"window_left": 9, "window_right": 4}),
+            Case("dead_row", mask="dead_row"),
+            Case("bias", mask="bias"),
+            Case("bias_with_minus_inf", mask="bias_with_minus_inf"),
+            Case("huge_negative_bias", mask="huge_negative_bias"),
+            Case("sinks", sinks=True),
+        ],
+        ids=lambda case: case.name,
+    )
+    @pytest.mark.parametrize("op", ["sdpa", "sdpa_with_lse"])
+    def test_gradients_are_accurate(self, op, case, name):
+        assert_gradients_accurate(op, sized(case, name).build(torch.bfloat16))
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    @pytest.mark.parametrize("name", ["tiles", "few_keys"])
+    def test_gradients_of_any_layout_are_accurate(self, name, layout):
+        case = sized(Case("", layout=layout), name)
+        assert_gradients_accurate("sdpa", case.build(torch.bfloat16))
+
+    @pytest.mark.parametrize("name", ["tiles", "few_keys"])
+    def test_gradients_of_groups_and_broadcast_batches_are_accurate(self, name):
+        query_len, key_len, dim, value_dim = SHAPES[name]
+        case = Case(
+            "",
+            query=(2, 1, 3, 2 * 2, query_len // 2, dim),
+            key=(3, 2, key_len // 2, dim),
+            value=(2, 1, 2, key_len // 2, value_dim),
+            options={"enable_gqa": True},
+        )
+        assert_gradients_accurate("sdpa", case.build(torch.bfloat16))
+
+    @pytest.mark.parametrize("name", SHAPES)
+    def test_bits_do_not_depend_on_threads_or_neighbours(self, name):
+        tensors = inputs(name)
+        grad = torch.randn_like(attn_ext.sdpa(*tensors))
+
+        def gradients(tensors=tensors, grad=grad):
+            return torch.autograd.grad(attn_ext.sdpa(*tensors), tensors, grad)
+
+        alone = on_threads(1, gradients)
+        for threads in (2, 5, 64):
+            assert all(map(torch.equal, alone, on_threads(threads, gradients)))
+        part = gradients([x[1:, 2:3].detach().requires_grad_() for x in tensors], grad[1:, 2:3])
+        assert all(torch.equal(a[1:, 2:3], b) for a, b in zip(alone, part, strict=True))
+
+    @pytest.mark.parametrize("name", ["tiles", "few_keys"])
+    @pytest.mark.parametrize("where", ["query", "key", "value", "grad"])
+    @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+    def test_what_is_not_finite_reaches_what_it_reaches_without_them(self, name, where, bad):
+        tensors = dict(zip(("query", "key", "value"), inputs(name), strict=True))
+        mask = torch.rand(*(tensors[x].shape[-2] for x in ("query", "key"))) < 0.7
+        if where != "grad":
+            tensors[where].data[1, 2, 7, 3] = bad
+        output = attn_ext.sdpa(**tensors, attn_mask=mask)
+        grad = torch.randn_like(output)
+        if where == "grad":
+            grad[0, 1, 20, 5] = bad
+        kept = torch.autograd.grad(output, [*tensors.values()], grad)
+        with attn_ext.keep_weights(False):
+            refused = torch.autograd.grad(attn_ext.sdpa(**tensors, attn_mask=mask), [*tensors.values()], grad)
+        for a, b in zip(kept, refused, strict=True):
+            assert torch.equal(a.isfinite(), b.isfinite())
+            torch.testing.assert_close(a, b, rtol=0.05, atol=0.05, equal_nan=True)
+
+    @only_where_kept
+    @pytest.mark.parametrize("name", SHAPES)
+    def test_backward_reads_them(self, name):
+        """Else all of the above would hold for nothing."""
+        tensors = [x.detach() for x in inputs(name)]
+        grads = internal_backward(tensors, lambda weights: weights)
+        doubled = internal_backward(tensors, lambda weights: 2 * weights)
+        assert not torch.allclose(grads[2], doubled[2])
+        torch.testing.assert_close(doubled[2], 2 * grads[2])
+
+    def test_second_derivatives_are_those_without_them(self):
+        tensors = inputs()
+
+        def second():
+            first = torch.autograd.grad(
+                attn_ext.sdpa(*tensors).float().square().sum(), tensors, create_graph=True
+            )
+            return torch.autograd.grad(sum(g.float().square().sum() for g in first), tensors)
+
+        kept = second()
+        with attn_ext.keep_weights(False):
+            for a, b in zip(kept, second(), strict=True):
+                torch.testing.assert_close(a, b, rtol=0.05, atol=0.05 * b.abs().max().item())
+
+    def test_checkpointing(self):
+        tensors = inputs()
+        direct = torch.autograd.grad(attn_ext.sdpa(*tensors).sum(), tensors)
+        for reentrant in (False, True):
+            again = checkpoint(attn_ext.sdpa, *tensors, use_reentrant=reentrant)
+            again.sum().backward()
+            assert all(torch.equal(a, x.grad) for a, x in zip(direct, tensors, strict=True))
+            for x in tensors:
+                x.grad = None
+
+    def test_backward_twice_and_after_release(self):
+        tensors = inputs()
+        output = attn_ext.sdpa(*tensors).sum()
+        first = torch.autograd.grad(output, tensors, retain_graph=True)
+        assert all(map(torch.equal, first, torch.autograd.grad(output, tensors)))
+        with pytest.raises(RuntimeError, match="a second time"):
+            output.backward()
+
+    def test_vmap(self):
+        samples = [torch.randn(3, 2, 100, 64).bfloat16() for _ in range(3)]
+
+        def gradients(*sample):
+            return torch.func.grad(lambda *x: attn_ext.sdpa(*x).float().square().sum(), (0, 1, 2))(*sample)
+
+        together = torch.vmap(gradients)(*samples)
+        for i in range(3):
+            for a, b in zip(together, gradients(*(x[i] for x in samples)), strict=True):
+                assert torch.equal(a[i], b)
+
+    def test_operations_that_are_counted(self):
+        def counted():
+            with FlopCounterMode(display=False) as counter:
+                attn_ext.sdpa(*inputs()).sum().backward()
+            return counter.get_total_flops()
+
+        product = 2 * 2 * 4 * 197 * 197 * 64
+        assert counted() == (6 if KEEPS else 7) * product
+        with attn_ext.keep_weights(False):
+            assert counted() == 7 * product
+
+
+class TestCompiled:
+    def gradients(self, function, tensors):
+        return torch.autograd.grad(function(*tensors).float().square().sum(), tensors)
+
+    @pytest.mark.parametrize("backend", ["aot_eager", "eager"])
+    def test_as_eager(self, backend):
+        torch._dynamo.reset()
+        compiled = torch.compile(attn_ext.sdpa, backend=backend, fullgraph=True, dynamic=False)
+        tensors = inputs()
+        assert all(
+            map(torch.equal, self.gradients(attn_ext.sdpa, tensors), self.gradients(compiled, tensors))
+        )
+
+    def test_symbolic_sizes_keep_nothing(self):
+        torch._dynamo.reset()
+        compiled = torch.compile(attn_ext.sdpa, backend="aot_eager", fullgraph=True, dynamic=True)
+        tensors = inputs()
+        with attn_ext.keep_weights(False):
+            refused = self.gradients(attn_ext.sdpa, tensors)
+        assert all(map(torch.equal, refused, self.gradients(compiled, tensors)))
+
+    def test_exported_programs_make_none(self):
+        class Attention(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+
+            def forward(self, x):
+                return attn_ext.sdpa(x * self.weight, x, x)
+
+        program = torch.export.export(Attention(), (torch.randn(1, 2, 197, 64).bfloat16(),))
+        for graph in (program.graph, program.run_decompositions({}).graph):
+            calls = [node for node in graph.nodes if "sdpa" in str(node.target)]
+            assert calls
+            assert all(node.target is not OPS._sdpa_forward.default for node in calls) or not any(
+                node.args[15] for node in calls
+            )
+
+
+class TestInternalOp:
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda w: w[..., :-1], r"expected weights to have shape .*197, 197.*, but got"),
+            (lambda w: w.float(), r"expected weights of dtype BFloat16 .*, but got Float"),
+        ],
+    )
+    def test_weights_that_do_not_fit(self, change, message):
+        with pytest.raises(RuntimeError, match=message):
+            internal_backward([x.detach() for x in inputs()], change)
+
+    def test_with_dropout(self):
+        query, key, value = (x.detach() for x in inputs())
+        scalars = (0.5, False, None, False, None, None, 0, 0.0)
+        seed = torch.tensor(1)
+        tensors = (query, key, value, None, None, seed, None)
+        output, lse, weights, _ = OPS._sdpa_forward(*tensors, *scalars, True, False)
+        with pytest.raises(RuntimeError, match="expected weights only without dropout"):
+            OPS._sdpa_backward(
+                output,
+                None,
+                None,
+                None,
+                *tensors,
+                output,
+                lse,
+                *scalars,
+                [True] * 3 + [False] * 2,
+                weights=weights,
+            )
+
+    def test_weights_of_any_strides(self):
+        tensors = [x.detach() for x in inputs()]
+        expected = internal_backward(tensors, lambda w: w)
+        for change in (lambda w: w.mT.contiguous().mT, lambda w: torch.cat([w, w], -1)[..., :197]):
+            for a, b in zip(internal_backward(tensors, change)[:3], expected[:3], strict=True):
+                assert torch.equal(a, b)
