@@ -7,7 +7,7 @@ from . import _flops, _vmap
 from . import _library as _library
 from ._build_info import version as __version__
 from ._explain import Explanation, available_cpu_capabilities, cpu_capability, explain
-from ._kept_weights import keep_weights
+from ._saved_weights import save_weights_for_backward
 from .caches import KeyValueCache
 from .functional import (
     cache_write_,
@@ -49,7 +49,6 @@ __all__ = [
     "convert",
     "cpu_capability",
     "explain",
-    "keep_weights",
     "merge_partials",
     "onnx",
     "override_sdpa",
@@ -57,6 +56,7 @@ __all__ = [
     "record",
     "recording",
     "reference",
+    "save_weights_for_backward",
     "sdpa",
     "sdpa_packed",
     "sdpa_packed_with_lse",

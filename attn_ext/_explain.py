@@ -26,9 +26,9 @@ class Explanation:
     """Key and value in another layout or dtype, for the time of the call."""
     scratch_bytes: int
     """Memory beyond inputs, outputs and what is packed, an upper bound."""
-    kept_bytes: int
-    """Weights that are kept for the backward pass, where a gradient is wanted
-    (:class:`attn_ext.keep_weights`)."""
+    saved_bytes: int
+    """Weights that are saved for the backward pass, where a gradient is wanted
+    (:class:`attn_ext.save_weights_for_backward`)."""
     reason: str
     """Why this path."""
 
@@ -39,7 +39,7 @@ class Explanation:
             f"block       {self.block_rows} query rows x {self.block_keys} keys\n"
             f"packed      {self.packed_bytes:,} bytes\n"
             f"scratch     at most {self.scratch_bytes:,} bytes"
-            + (f"\nkept        {self.kept_bytes:,} bytes, weights for backward" if self.kept_bytes else "")
+            + (f"\nsaved       {self.saved_bytes:,} bytes, weights for backward" if self.saved_bytes else "")
         )
 
 
@@ -65,7 +65,7 @@ def explain(
 
     Returns:
         Explanation: path, instruction set, block sizes, bytes of packing and scratch, bytes of weights
-            that are kept for backward, and the reason.
+            that are saved for backward, and the reason.
 
     Raises:
         RuntimeError: what the call itself would raise.

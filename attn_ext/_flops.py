@@ -1,7 +1,7 @@
 """What the operators cost, for :class:`torch.utils.flop_counter.FlopCounterMode`.
 
 Counted as torch counts its own attention: two operations for each multiply-add of the matrix products, two
-products forward, five backward (the scores are made again there; four where the weights were kept), for
+products forward, five backward (the scores are made again there; four where weights were saved), for
 every pair of query and key. What a mask, causality or a window hides counts too, although the kernels skip
 it. Of packed sequences every query meets the keys of its own sequence alone; where their lengths are not
 known (fake and meta tensors), every key, which is the most that it can be. Only the internal operators have
@@ -27,7 +27,7 @@ _FLOP_COUNTER = "torch.utils.flop_counter"
 _SEQUENCES = (
     6  # the place of the table among the tensors of both operators; output and lse follow in backward
 )
-_KEPT = 25  # the place of the weights, the last argument of backward
+_SAVED = 25  # the place of the weights, the last argument of backward
 
 
 def _pairs(query: Tensor, key: Tensor, sequences: Tensor | None) -> int:
@@ -50,8 +50,8 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_val: Seq
 
 def _backward(*args: Any, weights: Tensor | None = None, out_val: Any, **_: Any) -> int:
     query, key, value = args[4:7]
-    if len(args) > _KEPT:
-        weights = args[_KEPT]
+    if len(args) > _SAVED:
+        weights = args[_SAVED]
     operations: int = _multiply_adds(args[4 + _SEQUENCES + 2], query, key, args[4 + _SEQUENCES])
     columns: int = (3 if weights is None else 2) * query.shape[-1] + 2 * value.shape[-1]
     return operations * columns

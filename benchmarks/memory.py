@@ -2,7 +2,9 @@
 
     python benchmarks/memory.py
     python benchmarks/memory.py --lengths 4096 16384 --heads 4 --dtype bfloat16
+    python benchmarks/memory.py --lengths 128 256 512 --heads 96 --dtype bfloat16 --calls backward
 
+Where weights are saved for backward, a row of its own shows the call that makes them again.
 Every figure comes from a process of its own (Linux): by how much its peak resident memory grew over what it
 held before the call, outputs and gradients included, and how long the call took.
 """
@@ -28,6 +30,11 @@ def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.softmax(query @ key.mT * query.size(-1) ** -0.5, -1) @ value
 
 
+def unsaved(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    with attn_ext.save_weights_for_backward(False):
+        return attn_ext.sdpa(query, key, value)
+
+
 def forward(attend: Attend, inputs: list[Tensor]) -> None:
     attend(*inputs)
 
@@ -48,7 +55,8 @@ def double_backward(attend: Attend, inputs: list[Tensor]) -> None:
     torch.autograd.grad(sum(grad.square().sum() for grad in grads), inputs)
 
 
-ATTENTIONS: dict[str, Attend] = {"attn_ext": attn_ext.sdpa, "plain": plain}
+UNSAVED = "attn_ext, no weights saved"
+ATTENTIONS: dict[str, Attend] = {"attn_ext": attn_ext.sdpa, UNSAVED: unsaved, "plain": plain}
 CALLS = {
     "forward": forward,
     "backward": backward,
@@ -75,6 +83,11 @@ def measure(attention: str, call: str, length: int, heads: int, dtype: str) -> t
     return (peak_bytes() - before) / MIB, time.perf_counter() - start
 
 
+def saves_weights(call: str, length: int, heads: int, dtype: str) -> bool:
+    x = torch.empty(1, heads, length, 64, dtype=getattr(torch, dtype), requires_grad=True)
+    return call == "backward" and attn_ext.explain(x, x, x).saved_bytes > 0
+
+
 def with_progress(cases: list[Case]) -> Iterable[Case]:
     try:
         from tqdm import tqdm
@@ -93,12 +106,18 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", help="as torch names it")
     parser.add_argument("--plain-up-to", type=int, default=4096, help="longest length of `plain`")
     args = parser.parse_args()
+
+    def is_measured(call: str, attention: str, length: int) -> bool:
+        if attention == UNSAVED:
+            return saves_weights(call, length, args.heads, args.dtype)
+        return attention == "attn_ext" or length <= args.plain_up_to
+
     cases = [
         (call, attention, length)
         for call in args.calls
         for attention in ATTENTIONS
         for length in args.lengths
-        if attention == "attn_ext" or length <= args.plain_up_to
+        if is_measured(call, attention, length)
     ]
     context = multiprocessing.get_context("spawn")
     found = {}
@@ -112,6 +131,8 @@ def main() -> None:
     print("|---|---|" + "--:|" * len(args.lengths))
     for call in args.calls:
         for attention in ATTENTIONS:
+            if all((call, attention, length) not in found for length in args.lengths):
+                continue
             row = [found.get((call, attention, length)) for length in args.lengths]
             cells = ["-" if f is None else f"{f[0]:.0f} MiB · {f[1]:.2f} s" for f in row]
             print(f"| {call} | {attention} | " + " | ".join(cells) + " |")

@@ -29,7 +29,7 @@ set(ATTN_EXT_SOURCES
   csrc/aten/sdpa_aten.cpp
   csrc/cpu/tensor_view.cpp
   csrc/cpu/kernel_choice.cpp
-  csrc/cpu/kept_weights.cpp
+  csrc/cpu/saved_weights.cpp
   csrc/cpu/kernel_sets.cpp
   csrc/cpu/call.cpp
   csrc/cpu/fork.cpp

@@ -340,8 +340,8 @@ SdpaSizes check_backward(const SdpaOutputs& grads, const SdpaArgs& args, const S
   if (saved.weights.defined()) {
     check_like_output(saved.weights, "weights", sizes.with_tail({sizes.query_len, sizes.key_len}), dtype,
                       args.query);
-    TORCH_CHECK(args.dropout_p == 0.0,
-                "attn_ext: expected weights only without dropout, but got dropout_p = ", args.dropout_p);
+    TORCH_CHECK(args.dropout_p == 0.0 && !saved.delta.defined() && !args.sequences.defined(),
+                "attn_ext: expected weights with neither dropout nor a delta nor packed sequences");
   }
   check_grads(grads, args.query, sizes);
   check_wanted(args, wanted);

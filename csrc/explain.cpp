@@ -9,8 +9,8 @@
 #include "capability.h"
 #include "cpu/call.h"
 #include "cpu/fork.h"
-#include "cpu/kept_weights.h"
 #include "cpu/planned_call.h"
+#include "cpu/saved_weights.h"
 
 namespace attn_ext {
 
@@ -50,7 +50,7 @@ Explanation explain_composition(const SdpaArgs& args) {
           .packed_bytes = converted_bytes(args.key, problem.accumulator) +
                           converted_bytes(args.value, problem.accumulator),
           .scratch_bytes = lead * rows * problem.key_len * score_tensors,
-          .kept_bytes = 0,
+          .saved_bytes = 0,
           .reason = why_composition(args.query)};
 }
 
@@ -72,11 +72,11 @@ PathText text_of(cpu::ForwardPath path) {
   }
 }
 
-/// As its node would keep them.
-int64_t kept_bytes(const SdpaArgs& args, const cpu::AttentionShape& shape) {
+/// Of the weights, as the call's node would save them.
+int64_t saved_bytes(const SdpaArgs& args, const cpu::AttentionShape& shape) {
   const bool wants_grad =
       torch::autograd::compute_requires_grad(args.query, args.key, args.value, args.attn_mask, args.sinks);
-  return wants_grad && cpu::keeps_weights(args)
+  return wants_grad && cpu::saves_weights(args)
              ? shape.batch * shape.query_heads * shape.query_len * shape.key_len * args.query.element_size()
              : 0;
 }
@@ -99,7 +99,7 @@ Explanation explain_kernels(SdpaArgs args, const cpu::KernelTable& table) {
           .block_keys = plan.block_keys,
           .packed_bytes = plan.packed_bytes,
           .scratch_bytes = plan.shared_bytes - plan.packed_bytes + plan.thread_bytes * threads,
-          .kept_bytes = kept_bytes(args, params.shape),
+          .saved_bytes = saved_bytes(args, params.shape),
           .reason = text.why};
 }
 

@@ -17,7 +17,7 @@ struct Explanation {
   int64_t block_keys;      // keys worked on at once
   int64_t packed_bytes;    // of key and value in another layout or dtype
   int64_t scratch_bytes;   // beyond inputs, outputs and what is packed
-  int64_t kept_bytes;      // of the weights, from forward to backward; 0: they are not kept
+  int64_t saved_bytes;     // of weights that are saved for the backward pass
   std::string reason;
 };
 

@@ -14,7 +14,7 @@
 #include "../args.h"
 #include "../aten/tangents.h"
 #include "../checks.h"
-#include "../cpu/kept_weights.h"
+#include "../cpu/saved_weights.h"
 #include "compiled_autograd.h"
 #include "node_compat.h"
 
@@ -374,7 +374,7 @@ struct SdpaBackward : public torch::autograd::Node {
 
   SavedArgs args;
   SavedVariable output, lse;
-  SavedVariable weights;  // undefined: not kept
+  SavedVariable weights;  // undefined: not saved
 };
 
 SdpaOutputs forward_autograd(const SdpaArgs& args, SideOutputs wanted) {
@@ -385,12 +385,12 @@ SdpaOutputs forward_autograd(const SdpaArgs& args, SideOutputs wanted) {
     node->args.save(args);
   }
   // What the caller is handed is his: he may write into it.
-  const bool keeps_weights = node && !wanted.weights && !wanted.key_mass && cpu::keeps_weights(args);
+  const bool saves_weights = node && !wanted.weights && !wanted.key_mass && cpu::saves_weights(args);
   SdpaOutputs result = [&] {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return call_forward(args, {wanted.weights || keeps_weights, wanted.key_mass});
+    return call_forward(args, {wanted.weights || saves_weights, wanted.key_mass});
   }();
-  if (keeps_weights) {
+  if (saves_weights) {
     node->weights = SavedVariable(result.weights, false);
     result.weights.reset();
   }

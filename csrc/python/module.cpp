@@ -22,7 +22,7 @@ py::dict explain(const attn_ext::SdpaArgs& args) {
   fields["block_keys"] = explanation.block_keys;
   fields["packed_bytes"] = explanation.packed_bytes;
   fields["scratch_bytes"] = explanation.scratch_bytes;
-  fields["kept_bytes"] = explanation.kept_bytes;
+  fields["saved_bytes"] = explanation.saved_bytes;
   fields["reason"] = explanation.reason;
   return fields;
 }
@@ -43,8 +43,8 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   attn_ext::add_calls(m);
   m.def("cpu_capability", &attn_ext::cpu_capability);
   m.def("available_cpu_capabilities", &attn_ext::available_cpu_capabilities);
-  m.def("keep_weights", &attn_ext::keep_weights);
-  m.def("set_keep_weights", &attn_ext::set_keep_weights);
+  m.def("save_weights_for_backward", &attn_ext::save_weights_for_backward);
+  m.def("set_save_weights_for_backward", &attn_ext::set_save_weights_for_backward);
   m.def("task_times", &attn_ext::task_times);
   add_explain(m, std::make_index_sequence<attn_ext::Unboxed<attn_ext::PublicCall>::kArguments>());
 }

@@ -244,8 +244,8 @@ void save_forward(const Case& c, Problem& in) {
       }
 }
 
-// The weights as a forward would have kept them.
-void keep_weights(const Case& c, Problem& in) {
+// The weights as a forward would have saved them.
+void save_weights(const Case& c, Problem& in) {
   in.weights = Tensor(c.dtype, c.batch, c.query_heads, c.query_len, c.key_len, {.edge = c.placement.edge});
   for (int64_t b = 0; b < c.batch; ++b)
     for (int64_t h = 0; h < c.query_heads; ++h)
@@ -378,8 +378,8 @@ void check_small_heads(const Case& c, const cpu::KernelTable& table, const Probl
         name + ": other bits with a mask that hides nothing");
 }
 
-// Of which a set that reads weights at all keeps them.
-constexpr cpu::AttentionShape kKeptShape{ScalarKind::kBFloat16, 1, 1, 1, 200, 200, 64, 64};
+// Of which a set that reads weights at all saves them.
+constexpr cpu::AttentionShape kSavingShape{ScalarKind::kBFloat16, 1, 1, 1, 200, 200, 64, 64};
 
 void run_case(const cpu::KernelSet& isa, const Case& base, ScalarKind dtype) {
   Case c = base;
@@ -441,12 +441,12 @@ void run_case(const cpu::KernelSet& isa, const Case& base, ScalarKind dtype) {
   };
   check_threads(got, "");
   check_small_heads(c, *isa.kernels, in, got, name);
-  if (isa.kernels->keeps_weights[dtype_row(dtype)](kKeptShape) && c.dropout == 0 && c.rule.softcap == 0 &&
+  if (isa.kernels->saves_weights[dtype_row(dtype)](kSavingShape) && c.dropout == 0 && c.rule.softcap == 0 &&
       !c.given) {
-    keep_weights(c, in);
-    const Gradients kept = run(c, *isa.kernels, in, 1);
-    compare_all(kept, " from weights");
-    check_threads(kept, " from weights");
+    save_weights(c, in);
+    const Gradients from_weights = run(c, *isa.kernels, in, 1);
+    compare_all(from_weights, " from weights");
+    check_threads(from_weights, " from weights");
   }
   if (failures != before) std::fprintf(stderr, "%s: %d failures\n", name.c_str(), failures - before);
 }

@@ -17,9 +17,9 @@ using BFloat16Scheme = Scheme<BFloat16, BFloat16Product>;
 using BFloat16Scheme = Scheme<BFloat16, PlainProduct<float>>;
 #endif
 
-// What is kept takes no more memory than the rows of query, key, value and output that it belongs to.
+// What is saved takes no more memory than the rows of query, key, value and output that it belongs to.
 template <typename S>
-bool keeps_weights(const AttentionShape& shape) {
+bool saves_weights(const AttentionShape& shape) {
   if (!kReadsWeights<S> || shape.key_heads == 0) return false;
   const BackwardPath path = path_of_shape<S>(shape);
   const int64_t rows = group_size(shape) * shape.query_len;
@@ -35,14 +35,14 @@ extern const KernelTable kKernels;
 // No other dtype has products of its own here, nor have few rows: kernel_sets.cpp takes them of other sets.
 const KernelTable kKernels = {{{}, {}, forward_ways<BFloat16Scheme>(), {}},
                               {{}, {}, backward_ways<BFloat16Scheme>(), {}},
-                              {nullptr, nullptr, &keeps_weights<BFloat16Scheme>, nullptr}};
+                              {nullptr, nullptr, &saves_weights<BFloat16Scheme>, nullptr}};
 #else
 const KernelTable kKernels = {{forward_ways<Float64Scheme>(), forward_ways<Float32Scheme>(),
                                forward_ways<BFloat16Scheme>(), forward_ways<Float16Scheme>()},
                               {backward_ways<Float64Scheme>(), backward_ways<Float32Scheme>(),
                                backward_ways<BFloat16Scheme>(), backward_ways<Float16Scheme>()},
-                              {&keeps_weights<Float64Scheme>, &keeps_weights<Float32Scheme>,
-                               &keeps_weights<BFloat16Scheme>, &keeps_weights<Float16Scheme>}};
+                              {&saves_weights<Float64Scheme>, &saves_weights<Float32Scheme>,
+                               &saves_weights<BFloat16Scheme>, &saves_weights<Float16Scheme>}};
 #endif
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

@@ -136,10 +136,10 @@ ATTN_EXT_API void cache_write_(const at::Tensor& key_pages, const at::Tensor& va
 ATTN_EXT_API std::tuple<at::Tensor, at::Tensor> merge_partials(const std::vector<at::Tensor>& outputs,
                                                                const std::vector<at::Tensor>& lses);
 
-/// Whether this thread's calls that a gradient is wanted of may keep their weights (..., Hq, Lq, Lk) for the
+/// Whether this thread's calls that a gradient is wanted of may save their weights (..., Hq, Lq, Lk) for the
 /// backward pass, where that is faster and takes no more memory than query, key, value and output together.
-/// True at first, unless the environment variable ATTN_EXT_KEEP_WEIGHTS is 0.
-ATTN_EXT_API bool keep_weights();
-ATTN_EXT_API void set_keep_weights(bool enabled);
+/// True at first, unless the environment variable ATTN_EXT_SAVE_WEIGHTS is 0.
+ATTN_EXT_API bool save_weights_for_backward();
+ATTN_EXT_API void set_save_weights_for_backward(bool enabled);
 
 }  // namespace attn_ext

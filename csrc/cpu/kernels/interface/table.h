@@ -11,9 +11,9 @@ enum { kFloat64Kernels, kFloat32Kernels, kBFloat16Kernels, kFloat16Kernels, kKer
 struct KernelTable {
   ForwardWays forward[kKernelDtypes];
   BackwardWays backward[kKernelDtypes];
-  // Whether weights are worth keeping from the forward pass, which has the same bits whether or not it writes
+  // Whether weights are worth saving from the forward pass, which has the same bits whether or not it writes
   // them, for a backward pass that else makes them again.
-  bool (*keeps_weights[kKernelDtypes])(const AttentionShape&);
+  bool (*saves_weights[kKernelDtypes])(const AttentionShape&);
 };
 
 // One for each instruction set that CMake compiles; the names are those of the table in CMake.

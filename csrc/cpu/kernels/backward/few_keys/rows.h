@@ -242,7 +242,7 @@ bool FewKeysUnit<S>::finish_plain_rows(int64_t first, int64_t begin, int64_t end
       memset(scores, 0, static_cast<size_t>(stride_) * sizeof(T));
       continue;
     }
-    if constexpr (std::is_same_v<M, KeptWeights>) {
+    if constexpr (std::is_same_v<M, SavedWeights>) {
       take_weights<Vectors>(row_pointer<const Element>(params_.weights, unit_.batch, head_, first + r),
                             scores, s_.grads + r * stride_, sums[r - begin], weight_sums[r - begin]);
     } else {
@@ -342,7 +342,8 @@ void FewKeysUnit<S>::finish_rows(int64_t first, int64_t count) {
     }
     bool finished = false;
     if (reads_weights_) {
-      if constexpr (kReadsWeights<S>) finished = (this->*plain_rows<KeptWeights>(vectors))(first, begin, end);
+      if constexpr (kReadsWeights<S>)
+        finished = (this->*plain_rows<SavedWeights>(vectors))(first, begin, end);
     } else if (!by_key) {
       finished = (this->*plain_rows<void>(vectors))(first, begin, end);
     } else {

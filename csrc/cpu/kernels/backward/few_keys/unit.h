@@ -26,7 +26,7 @@ constexpr int64_t kFewKeysBand = 16;  // rows that are finished together
 constexpr int64_t kPlainVectors = 8;  // of a row that has code of its own for its length
 
 // In place of a mask's type: weights are there, and no mask is needed.
-struct KeptWeights {};
+struct SavedWeights {};
 
 // A unit (a batch's key head and its group of query heads), block of rows after block.
 template <typename S>

@@ -23,7 +23,7 @@ constexpr int64_t kCellRows = S::Product::kInRegisters ? 4 * S::kTileRows : 2 * 
 template <typename S>
 constexpr int64_t kMaskCellRows = S::Product::kInRegisters ? 48 : 64;
 // With P to be turned around in pairs, whole squares of those.
-constexpr int64_t kKeptCellRows = 96;
+constexpr int64_t kSavedCellRows = 96;
 constexpr int64_t kMaxBackwardKeys = 512;
 constexpr int64_t kMaxBackwardQueries = 512;
 constexpr int64_t kMaxPanels = kMaxBackwardQueries / 4;
@@ -38,12 +38,12 @@ struct KeyQueryScratch {
   Operand* grads_left;    // the same for dS; wide: the grads
   Operand* grads_right;   // (query panels, depth of keys, kPanel): dS as a right operand; not there when wide
   T* bias;                // (cell keys, kPanel): mask or bias in units of log2
-  Operand* kept_weights;  // (cell keys / 2, kPanel): P of the forward pass, in pairs of neighbouring keys
-  T* weight_grads;        // (cell keys, kPanel): dW
-  T* cap_slope;           // (cell keys, kPanel): 1 - tanh^2
-  T* keep;                // (keys, kPanel): dropout factors of a panel
-  T* grad_key;            // (keys, padded D), to be scaled
-  T* grad_value;          // (keys, padded Dv)
+  Operand* saved_weights;  // (cell keys / 2, kPanel): P of the forward pass, in pairs of neighbouring keys
+  T* weight_grads;         // (cell keys, kPanel): dW
+  T* cap_slope;            // (cell keys, kPanel): 1 - tanh^2
+  T* keep;                 // (keys, kPanel): dropout factors of a panel
+  T* grad_key;             // (keys, padded D), to be scaled
+  T* grad_value;           // (keys, padded Dv)
   int64_t score_stride, operand_stride;
 };
 
@@ -53,7 +53,8 @@ KeyQueryScratch<S> take_key_query_scratch(Arena& arena, const BackwardParams& pa
   using T = typename S::Accum;
   using Operand = typename S::Operand;
   KeyQueryScratch<S> s{};
-  const int64_t cell = (larger(larger(kCellRows<S>, kMaskCellRows<S>), kKeptCellRows) + S::kLane) * S::kPanel;
+  const int64_t cell =
+      (larger(larger(kCellRows<S>, kMaskCellRows<S>), kSavedCellRows) + S::kLane) * S::kPanel;
   const int64_t step = S::kLane * S::kDepth;
   int64_t padded = queries + step;  // off the powers of two that share cache sets
   if ((padded & (padded - 1)) == 0) padded += step;
@@ -72,7 +73,7 @@ KeyQueryScratch<S> take_key_query_scratch(Arena& arena, const BackwardParams& pa
     s.grads = s.grads_left;
   }
   if (params.rule.mask_kind != ScalarKind::kNone) s.bias = take<T>(arena, cell);
-  if (params.weights.data != nullptr) s.kept_weights = take<Operand>(arena, cell);
+  if (params.weights.data != nullptr) s.saved_weights = take<Operand>(arena, cell);
   if (params.grad_weights.data != nullptr) s.weight_grads = take<T>(arena, cell);
   if (params.rule.softcap > 0) s.cap_slope = take<T>(arena, cell);
   if (params.dropout.enabled) s.keep = take<T>(arena, (keys + 2 * kDropoutColumns) * S::kPanel);
@@ -91,7 +92,7 @@ struct BlockPart {
 // Keys of a cell.
 template <typename S>
 int64_t cell_rows_of(const BackwardParams& params) {
-  if (kReadsWeights<S> && params.weights.data != nullptr) return kKeptCellRows;
+  if (kReadsWeights<S> && params.weights.data != nullptr) return kSavedCellRows;
   return params.rule.mask_kind == ScalarKind::kNone ? kCellRows<S> : kMaskCellRows<S>;
 }
 
@@ -213,13 +214,13 @@ class KeyQueryBlock {
   void sum_delta(int64_t cell, int64_t panel);
   void sum_rows(int64_t cell, int64_t panel);
 
-  // kept_weights.h
+  // saved_weights.h
   RowsAhead weights_ahead(int64_t cell, int64_t panel) const;
   void load_weights_cell(int64_t cell, int64_t panel) const;
-  void run_kept_cell(int64_t cell, int64_t panel);
+  void run_saved_cell(int64_t cell, int64_t panel);
   template <bool Select>
-  void kept_paired_cell(int64_t cell, int64_t panel);
-  void kept_rows(int64_t cell, int64_t panel) const;
+  void saved_paired_cell(int64_t cell, int64_t panel);
+  void saved_rows(int64_t cell, int64_t panel) const;
 
   // products.h
   void add_key_side(const Operand* left, const Operands<Operand>& right, int64_t dim, T* out);

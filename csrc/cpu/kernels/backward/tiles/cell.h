@@ -11,7 +11,7 @@ template <typename S>
 void KeyQueryBlock<S>::run_cell(int64_t cell, int64_t panel) {
   const AttentionShape& shape = params_.shape;
   if constexpr (kReadsWeights<S>) {
-    if (reads_weights_ && pass_ == Pass::kGradients) return run_kept_cell(cell, panel);
+    if (reads_weights_ && pass_ == Pass::kGradients) return run_saved_cell(cell, panel);
   }
   const bool rows_only = pass_ == Pass::kRowMax || pass_ == Pass::kRowSum;
   const bool with_grads = pass_ == Pass::kDelta || (pass_ == Pass::kGradients && wants_grads_);

@@ -36,7 +36,7 @@ void KeyQueryBlock<S>::load_weights_cell(int64_t cell, int64_t panel) const {
         }
       }
       transpose_square<T>(square);
-      Operand* out = s_.kept_weights + k / S::kDepth * S::kPanel + q;
+      Operand* out = s_.saved_weights + k / S::kDepth * S::kPanel + q;
 #pragma GCC unroll 16
       for (int64_t i = 0; i < S::kLane; ++i) store(out + i * S::kPanel, (Vec<Operand>)square[i]);
     }
@@ -45,7 +45,7 @@ void KeyQueryBlock<S>::load_weights_cell(int64_t cell, int64_t panel) const {
 
 // What is hidden has a P of 0.
 template <typename S>
-void KeyQueryBlock<S>::run_kept_cell(int64_t cell, int64_t panel) {
+void KeyQueryBlock<S>::run_saved_cell(int64_t cell, int64_t panel) {
   if (wants_grads_) {
     multiply_cell(cell, panel, *keys_.value_rows, queries_.grad_columns, params_.shape.value_dim, s_.grads,
                   weights_ahead(cell, panel));
@@ -53,10 +53,10 @@ void KeyQueryBlock<S>::run_kept_cell(int64_t cell, int64_t panel) {
   load_weights_cell(cell, panel);
   const bool whole = is_whole(cell, panel);
   if (whole && !mask_grad_.wanted()) {
-    return mask_by_key_ || select_all_ ? kept_paired_cell<true>(cell, panel)
-                                       : kept_paired_cell<false>(cell, panel);
+    return mask_by_key_ || select_all_ ? saved_paired_cell<true>(cell, panel)
+                                       : saved_paired_cell<false>(cell, panel);
   }
-  kept_rows(cell, panel);
+  saved_rows(cell, panel);
   if (!whole) clear_outside(cell, panel);
   finish_side_grads(cell, panel);
   pair_cell(cell, panel);
@@ -76,11 +76,11 @@ ATTN_EXT_INLINE Vec<T> grad_of_weight(Vec<T> weight, Vec<T> grad, Vec<T> delta) 
 
 template <typename S>
 template <bool Select>
-void KeyQueryBlock<S>::kept_paired_cell(int64_t cell, int64_t panel) {
+void KeyQueryBlock<S>::saved_paired_cell(int64_t cell, int64_t panel) {
   const T* delta = queries_.terms.delta + panel;
   const auto make = [&](int64_t r, int k, int64_t i, Vec<T>& weight, Vec<T>& grad)
       __attribute__((always_inline)) {
-    weight = weight_of_pair(load(s_.kept_weights + (r - cell) / 2 * S::kPanel + i), k);
+    weight = weight_of_pair(load(s_.saved_weights + (r - cell) / 2 * S::kPanel + i), k);
     grad = grad_of_weight<Select, T>(weight, load(grad_row(cell, panel, r + k) + i), load(delta + i));
   };
   make_pairs_of_cell(cell, panel, make);
@@ -88,10 +88,10 @@ void KeyQueryBlock<S>::kept_paired_cell(int64_t cell, int64_t panel) {
 
 // The same, P and dS as floats.
 template <typename S>
-void KeyQueryBlock<S>::kept_rows(int64_t cell, int64_t panel) const {
+void KeyQueryBlock<S>::saved_rows(int64_t cell, int64_t panel) const {
   for (int64_t r = cell; r < cell + cell_rows(cell); ++r) {
     const Range span = panel_span(round_down(r, S::kTileRows), panel);
-    const Operand* pairs = s_.kept_weights + (r - cell) / 2 * S::kPanel;
+    const Operand* pairs = s_.saved_weights + (r - cell) / 2 * S::kPanel;
     T* weights = score_row(cell, panel, r);
     T* grads = grad_row(cell, panel, r);
     for (int64_t i = span.begin; i < span.end; i += S::kLane) {

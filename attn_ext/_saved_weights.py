@@ -1,18 +1,18 @@
-"""Whether weights may be kept from the forward pass for the backward pass."""
+"""Whether the forward pass may save its weights for the backward pass."""
 
 from contextlib import ContextDecorator
 from types import TracebackType
 
 from ._library import _C
 
-__all__ = ["keep_weights"]
+__all__ = ["save_weights_for_backward"]
 
 
-class keep_weights(ContextDecorator):
-    """Allow calls to keep their weights for the backward pass, or refuse it; for the current thread.
+class save_weights_for_backward(ContextDecorator):
+    """Allow calls to save their weights for the backward pass, or refuse it; for the current thread.
 
-    Keeping them, backward makes neither scores nor exponentials again. It is allowed unless the environment
-    variable ``ATTN_EXT_KEEP_WEIGHTS`` is 0, and happens where all of this holds:
+    With them, backward makes neither scores nor exponentials again. It is allowed unless the environment
+    variable ``ATTN_EXT_SAVE_WEIGHTS`` is 0, and happens where all of this holds:
 
     - a gradient is wanted, and query, key and value are bfloat16 on the CPU;
     - the instruction set multiplies pairs of bfloat16 in vectors: ``avx512_bf16`` or ``neon_bf16``;
@@ -33,8 +33,8 @@ class keep_weights(ContextDecorator):
     Example:
         >>> import torch, attn_ext
         >>> query = torch.randn(1, 8, 197, 64, dtype=torch.bfloat16, requires_grad=True)
-        >>> with attn_ext.keep_weights(False):
-        ...     attn_ext.explain(query, query, query).kept_bytes
+        >>> with attn_ext.save_weights_for_backward(False):
+        ...     attn_ext.explain(query, query, query).saved_bytes
         0
     """
 
@@ -45,10 +45,10 @@ class keep_weights(ContextDecorator):
         self._before: list[bool] = []
 
     def __enter__(self) -> None:
-        self._before.append(_C.keep_weights())
-        _C.set_keep_weights(self.enabled)
+        self._before.append(_C.save_weights_for_backward())
+        _C.set_save_weights_for_backward(self.enabled)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        _C.set_keep_weights(self._before.pop())
+        _C.set_save_weights_for_backward(self._before.pop())

@@ -1,4 +1,4 @@
-// Whether a forward pass keeps its weights for the backward pass, which then makes neither scores nor
+// Whether a forward pass saves its weights for the backward pass, which then makes neither scores nor
 // exponentials again.
 #pragma once
 
@@ -9,6 +9,6 @@ namespace attn_ext::cpu {
 /// Of a call of which a gradient is wanted. Follows from the lengths, the dims, the dtype, the group, and the
 /// instruction set in use, and from what the caller allows; never from batch, heads or threads. False where
 /// a size is symbolic.
-bool keeps_weights(const SdpaArgs& args);
+bool saves_weights(const SdpaArgs& args);
 
 }  // namespace attn_ext::cpu

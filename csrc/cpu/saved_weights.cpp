@@ -1,4 +1,4 @@
-#include "kept_weights.h"
+#include "saved_weights.h"
 
 #include <attn_ext/attn_ext.h>
 
@@ -15,7 +15,7 @@ namespace attn_ext {
 namespace {
 
 bool allowed_at_first() {
-  const char* value = std::getenv("ATTN_EXT_KEEP_WEIGHTS");
+  const char* value = std::getenv("ATTN_EXT_SAVE_WEIGHTS");
   return value == nullptr || std::string_view(value) != "0";
 }
 
@@ -26,11 +26,11 @@ bool& allowed() {
 
 }  // namespace
 
-bool keep_weights() {
+bool save_weights_for_backward() {
   return allowed();
 }
 
-void set_keep_weights(bool enabled) {
+void set_save_weights_for_backward(bool enabled) {
   allowed() = enabled;
 }
 
@@ -56,7 +56,7 @@ std::optional<std::array<int64_t, 3>> sizes_of(const at::Tensor& tensor) {
 
 }  // namespace
 
-bool keeps_weights(const SdpaArgs& args) {
+bool saves_weights(const SdpaArgs& args) {
   const KernelTable* table = kernels_in_use();
   const bool is_plain = args.dropout_p == 0.0 && args.softcap == 0.0 && !args.sequences.defined() &&
                         !args.unrounded && !args.dropout_origin.has_value();
@@ -75,7 +75,7 @@ bool keeps_weights(const SdpaArgs& args) {
   shape.key_len = (*key)[1];
   shape.head_dim = (*query)[2];
   shape.value_dim = (*value)[2];
-  return kernels_of(table->keeps_weights, args.query.scalar_type())(shape);
+  return kernels_of(table->saves_weights, args.query.scalar_type())(shape);
 }
 
 }  // namespace cpu

@@ -1,4 +1,4 @@
-"""Weights that the forward pass keeps for the backward pass: when, how many, and nothing else changes."""
+"""Weights that the forward pass saves for the backward pass: when, how many, and nothing else changes."""
 
 import os
 import subprocess
@@ -16,8 +16,8 @@ import attn_ext
 from attn_ext.testing import LAYOUTS, Case, assert_gradients_accurate, on_threads
 
 OPS = torch.ops.attn_ext
-KEEPS = attn_ext.cpu_capability() in ("avx512_bf16", "neon_bf16")
-only_where_kept = pytest.mark.skipif(not KEEPS, reason="this instruction set keeps no weights")
+SAVES = attn_ext.cpu_capability() in ("avx512_bf16", "neon_bf16")
+only_where_saved = pytest.mark.skipif(not SAVES, reason="this instruction set saves no weights")
 
 # name: (Lq, Lk, D, Dv), heads of query and key, masks and other options
 SHAPES = {
@@ -50,22 +50,22 @@ def inputs(name="tiles", key_heads=4, dtype=torch.bfloat16, seed=0):
     return [torch.randn(2, *shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
 
 
-def kept_shapes(function, *args, **options):
-    """Of all tensors that autograd keeps."""
-    kept = []
-    with saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+def saved_shapes(function, *args, **options):
+    """Of all tensors that autograd saves."""
+    saved = []
+    with saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
         function(*args, **options)
-    return kept
+    return saved
 
 
-def keeps(tensors, op=attn_ext.sdpa, **options):
+def saves(tensors, op=attn_ext.sdpa, **options):
     query, key, _ = tensors
     shape = torch.Size((*query.shape[:-1], key.shape[-2]))
-    kept = shape in kept_shapes(op, *tensors, **options)
+    saved = shape in saved_shapes(op, *tensors, **options)
     if op is attn_ext.sdpa:
-        bytes_of = shape.numel() * 2 if kept else 0
-        assert attn_ext.explain(*tensors, **options).kept_bytes == bytes_of
-    return kept
+        bytes_of = shape.numel() * 2 if saved else 0
+        assert attn_ext.explain(*tensors, **options).saved_bytes == bytes_of
+    return saved
 
 
 def sized(case, name):
@@ -101,112 +101,112 @@ def internal_backward(tensors, change, **more):
 class TestRule:
     @pytest.mark.parametrize("name", SHAPES)
     def test_kept_where_they_are_no_larger_than_the_rest(self, name):
-        assert keeps(inputs(name)) == KEEPS
+        assert saves(inputs(name)) == SAVES
 
     @pytest.mark.parametrize("call", CALLS)
     def test_masks_do_not_matter(self, call):
-        assert keeps(inputs(), **CALLS[call]) == KEEPS
+        assert saves(inputs(), **CALLS[call]) == SAVES
 
-    @pytest.mark.parametrize(("length", "kept"), [(16, False), (17, True), (64, True), (65, False)])
-    def test_limits_of_lengths(self, length, kept):
+    @pytest.mark.parametrize(("length", "saved"), [(16, False), (17, True), (64, True), (65, False)])
+    def test_limits_of_lengths(self, length, saved):
         """(D + Dv) * 2 * L numbers, so up to L = 2 * (D + Dv)."""
         dims = (20, 20, 12)
         tensors = [torch.randn(2, 1, length, dim).bfloat16().requires_grad_() for dim in dims]
-        assert keeps(tensors) == (KEEPS and kept)
+        assert saves(tensors) == (SAVES and saved)
 
-    @pytest.mark.parametrize(("key_len", "kept"), [(1024, True), (1025, False)])
-    def test_limits_of_keys(self, key_len, kept):
+    @pytest.mark.parametrize(("key_len", "saved"), [(1024, True), (1025, False)])
+    def test_limits_of_keys(self, key_len, saved):
         query, key = torch.randn(1, 1, 20, 64), torch.randn(1, 1, key_len, 64)
-        assert keeps([x.bfloat16().requires_grad_() for x in (query, key, key.clone())]) == (KEEPS and kept)
+        assert saves([x.bfloat16().requires_grad_() for x in (query, key, key.clone())]) == (SAVES and saved)
 
     def test_groups_count_their_keys_once(self):
         """4 x 192 x 192 weights; 5 x 192 rows of 64 + 64 where the heads share a key head, else 8 x 192."""
-        for key_heads, kept in ((1, False), (4, True)):
+        for key_heads, saved in ((1, False), (4, True)):
             heads = (4, key_heads, key_heads)
             tensors = [torch.randn(1, n, 192, 64).bfloat16().requires_grad_() for n in heads]
-            assert keeps(tensors, enable_gqa=True) == (KEEPS and kept)
+            assert saves(tensors, enable_gqa=True) == (SAVES and saved)
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
     def test_not_of_other_dtypes(self, dtype):
-        assert not keeps(inputs(dtype=dtype))
+        assert not saves(inputs(dtype=dtype))
 
     @pytest.mark.parametrize("options", [{"dropout_p": 0.1}, {"softcap": 5.0}])
     def test_not_with_dropout_or_softcap(self, options):
-        assert not keeps(inputs(), **options)
+        assert not saves(inputs(), **options)
 
     @pytest.mark.parametrize("op", [attn_ext.sdpa_with_weights, attn_ext.sdpa_with_key_mass])
     def test_not_beside_weights_and_key_mass(self, op):
         """What was handed out may be written to."""
-        assert (2, 4, 197, 197) not in kept_shapes(op, *inputs())
+        assert (2, 4, 197, 197) not in saved_shapes(op, *inputs())
         output, side = op(*inputs())
         side.mul_(2)
         output.sum().backward()
 
     def test_beside_lse(self):
-        assert keeps(inputs(), op=attn_ext.sdpa_with_lse) == KEEPS
+        assert saves(inputs(), op=attn_ext.sdpa_with_lse) == SAVES
 
     def test_not_without_a_gradient(self):
         tensors = [x.detach() for x in inputs()]
-        assert attn_ext.explain(*tensors).kept_bytes == 0
+        assert attn_ext.explain(*tensors).saved_bytes == 0
         with torch.no_grad():
-            assert attn_ext.explain(*inputs()).kept_bytes == 0
+            assert attn_ext.explain(*inputs()).saved_bytes == 0
 
     def test_of_a_mask_that_alone_has_a_gradient(self):
         query, key, value = (x.detach() for x in inputs())
         bias = torch.zeros(197, 197, dtype=torch.bfloat16, requires_grad=True)
-        assert keeps((query, key, value), attn_mask=bias) == KEEPS
+        assert saves((query, key, value), attn_mask=bias) == SAVES
 
     def test_wrong_calls_are_refused_as_ever(self):
         x = torch.randn(3, dtype=torch.bfloat16, requires_grad=True)
         with pytest.raises(RuntimeError, match="attn_ext: expected query"):
             attn_ext.sdpa(x, x, x)
 
-    @only_where_kept
+    @only_where_saved
     def test_explain_says_it(self):
-        assert "kept        620,944 bytes, weights for backward" in str(attn_ext.explain(*inputs()))
+        assert "saved       620,944 bytes, weights for backward" in str(attn_ext.explain(*inputs()))
 
 
 class TestRefusal:
     def test_context_decorator_and_nesting(self):
-        with attn_ext.keep_weights(False):
-            assert not keeps(inputs())
-            with attn_ext.keep_weights(True):
-                assert keeps(inputs()) == KEEPS
-            assert not keeps(inputs())
-        assert keeps(inputs()) == KEEPS
-        refusing = attn_ext.keep_weights(False)(keeps)
+        with attn_ext.save_weights_for_backward(False):
+            assert not saves(inputs())
+            with attn_ext.save_weights_for_backward(True):
+                assert saves(inputs()) == SAVES
+            assert not saves(inputs())
+        assert saves(inputs()) == SAVES
+        refusing = attn_ext.save_weights_for_backward(False)(saves)
         assert not refusing(inputs())
-        with pytest.raises(ValueError, match="left"), attn_ext.keep_weights(False):
+        with pytest.raises(ValueError, match="left"), attn_ext.save_weights_for_backward(False):
             raise ValueError("left")
-        assert keeps(inputs()) == KEEPS
+        assert saves(inputs()) == SAVES
 
     def test_a_thread_has_its_own(self):
         seen = []
-        with attn_ext.keep_weights(False):
-            thread = threading.Thread(target=lambda: seen.append(keeps(inputs())))
+        with attn_ext.save_weights_for_backward(False):
+            thread = threading.Thread(target=lambda: seen.append(saves(inputs())))
             thread.start()
             thread.join()
-        assert seen == [KEEPS]
+        assert seen == [SAVES]
 
     @pytest.mark.parametrize(("value", "allowed"), [("0", False), ("1", True)])
     def test_environment(self, value, allowed):
         program = (
             "import torch, attn_ext; x = torch.randn(1, 1, 99, 64).bfloat16().requires_grad_();"
-            "print(attn_ext.explain(x, x, x).kept_bytes)"
+            "print(attn_ext.explain(x, x, x).saved_bytes)"
         )
         run = subprocess.run(
             [sys.executable, "-c", program],
-            env={**os.environ, "ATTN_EXT_KEEP_WEIGHTS": value},
+            env={**os.environ, "ATTN_EXT_SAVE_WEIGHTS": value},
             capture_output=True,
             text=True,
             check=True,
         )
-        assert int(run.stdout) == (99 * 99 * 2 if allowed and KEEPS else 0)
+        assert int(run.stdout) == (99 * 99 * 2 if allowed and SAVES else 0)
 
     @pytest.mark.parametrize("enabled", [0, None, "no"])
     def test_only_a_bool(self, enabled):
         with pytest.raises(TypeError, match="expected enabled to be a bool, but got"):
-            attn_ext.keep_weights(enabled)
+            attn_ext.save_weights_for_backward(enabled)
 
 
 class TestResults:
@@ -214,12 +214,12 @@ class TestResults:
     @pytest.mark.parametrize("is_causal", [False, True])
     def test_outputs_have_the_same_bits(self, name, is_causal):
         tensors = inputs(name)
-        kept = attn_ext.sdpa_with_lse(*tensors, is_causal=is_causal)
-        with attn_ext.keep_weights(False):
+        saved = attn_ext.sdpa_with_lse(*tensors, is_causal=is_causal)
+        with attn_ext.save_weights_for_backward(False):
             refused = attn_ext.sdpa_with_lse(*tensors, is_causal=is_causal)
         with torch.no_grad():
             plain = attn_ext.sdpa_with_lse(*tensors, is_causal=is_causal)
-        for a, b, c in zip(kept, refused, plain, strict=True):
+        for a, b, c in zip(saved, refused, plain, strict=True):
             assert torch.equal(a, b)
             assert torch.equal(a, c)
 
@@ -286,14 +286,14 @@ class TestResults:
         grad = torch.randn_like(output)
         if where == "grad":
             grad[0, 1, 20, 5] = bad
-        kept = torch.autograd.grad(output, [*tensors.values()], grad)
-        with attn_ext.keep_weights(False):
+        saved = torch.autograd.grad(output, [*tensors.values()], grad)
+        with attn_ext.save_weights_for_backward(False):
             refused = torch.autograd.grad(attn_ext.sdpa(**tensors, attn_mask=mask), [*tensors.values()], grad)
-        for a, b in zip(kept, refused, strict=True):
+        for a, b in zip(saved, refused, strict=True):
             assert torch.equal(a.isfinite(), b.isfinite())
             torch.testing.assert_close(a, b, rtol=0.05, atol=0.05, equal_nan=True)
 
-    @only_where_kept
+    @only_where_saved
     @pytest.mark.parametrize("name", SHAPES)
     def test_backward_reads_them(self, name):
         """Else all of the above would hold for nothing."""
@@ -312,9 +312,9 @@ class TestResults:
             )
             return torch.autograd.grad(sum(g.float().square().sum() for g in first), tensors)
 
-        kept = second()
-        with attn_ext.keep_weights(False):
-            for a, b in zip(kept, second(), strict=True):
+        saved = second()
+        with attn_ext.save_weights_for_backward(False):
+            for a, b in zip(saved, second(), strict=True):
                 torch.testing.assert_close(a, b, rtol=0.05, atol=0.05 * b.abs().max().item())
 
     def test_checkpointing(self):
@@ -353,8 +353,8 @@ class TestResults:
             return counter.get_total_flops()
 
         product = 2 * 2 * 4 * 197 * 197 * 64
-        assert counted() == (6 if KEEPS else 7) * product
-        with attn_ext.keep_weights(False):
+        assert counted() == (6 if SAVES else 7) * product
+        with attn_ext.save_weights_for_backward(False):
             assert counted() == 7 * product
 
 
@@ -371,11 +371,11 @@ class TestCompiled:
             map(torch.equal, self.gradients(attn_ext.sdpa, tensors), self.gradients(compiled, tensors))
         )
 
-    def test_symbolic_sizes_keep_nothing(self):
+    def test_symbolic_sizes_save_nothing(self):
         torch._dynamo.reset()
         compiled = torch.compile(attn_ext.sdpa, backend="aot_eager", fullgraph=True, dynamic=True)
         tensors = inputs()
-        with attn_ext.keep_weights(False):
+        with attn_ext.save_weights_for_backward(False):
             refused = self.gradients(attn_ext.sdpa, tensors)
         assert all(map(torch.equal, refused, self.gradients(compiled, tensors)))
 
@@ -409,24 +409,29 @@ class TestInternalOp:
         with pytest.raises(RuntimeError, match=message):
             internal_backward([x.detach() for x in inputs()], change)
 
-    def test_with_dropout(self):
-        query, key, value = (x.detach() for x in inputs())
-        scalars = (0.5, False, None, False, None, None, 0, 0.0)
-        seed = torch.tensor(1)
-        tensors = (query, key, value, None, None, seed, None)
-        output, lse, weights, _ = OPS._sdpa_forward(*tensors, *scalars, True, False)
-        with pytest.raises(RuntimeError, match="expected weights only without dropout"):
+    @pytest.mark.parametrize("more", ["dropout", "delta", "sequences"])
+    def test_what_weights_do_not_go_with(self, more):
+        scalars = (0.5 if more == "dropout" else 0.0, False, None, False, None, None, 0, 0.0)
+        query, key, value = (x.detach()[0] for x in inputs())
+        seed = torch.tensor(1) if more == "dropout" else None
+        sequences = None
+        if more == "sequences":
+            sequences = OPS._packed_sequences(torch.tensor([0, 197]), None, None, None, None, 197, 197)
+        tensors = (query, key, value, None, None, seed, sequences)
+        output, lse, _, _ = OPS._sdpa_forward(*tensors, *scalars, False, False)
+        given = {"weights": query.new_zeros(4, 197, 197), "delta": lse if more == "delta" else None}
+        with pytest.raises(
+            RuntimeError, match="expected weights with neither dropout nor a delta nor packed"
+        ):
             OPS._sdpa_backward(
                 output,
-                None,
-                None,
-                None,
+                *(None,) * 3,
                 *tensors,
                 output,
                 lse,
                 *scalars,
                 [True] * 3 + [False] * 2,
-                weights=weights,
+                **given,
             )
 
     def test_weights_of_any_strides(self):
