@@ -81,6 +81,7 @@ def test_outputs_and_gradients_are_those_of_the_reference(lengths, options, dtyp
 
 @by_dtype
 @pytest.mark.parametrize("grad", [False, True])
+@attn_ext.save_weights_for_backward(False)  # as packed sequences save none
 def test_a_sequence_has_the_bits_that_it_has_alone(dtype, grad, device):
     lengths = LENGTHS["mixed"] + LENGTHS["long_and_tiny"] + LENGTHS["decode"]
     (query, key, value), sides = packed(lengths, dtype, device=device)

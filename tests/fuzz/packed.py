@@ -175,10 +175,12 @@ def rounded(case: PackedCase | PagedCase, results: Results) -> Results:
 
 
 def _bits(single: Case, own: dict[str, Tensor], actual: Results, number: int) -> Told | None:
-    """A call of its own draws for batch 0; ATen's products promise no bits."""
+    """A call of its own draws for batch 0, and may save weights; ATen's products promise no bits."""
     if attn_ext.cpu_capability() == "aten" or ("dropout_p" in dict(single.options) and number > 0):
         return None
-    for name, bits in run(single, own, "attn_ext").items():
+    with attn_ext.save_weights_for_backward(False):
+        alone = run(single, own, "attn_ext")
+    for name, bits in alone.items():
         if name in actual and name != "grad.sinks" and not same_bits(actual[name], bits):
             off = (actual[name].double() - bits.double()).abs().max()
             return name, "bits", f"sequence {number}: other bits than alone, by up to {float(off):.3g}"
