@@ -434,7 +434,12 @@ def rename(gradients: Gradients) -> Gradients:
 
 #: Attention of their own.
 OWN = {
-    hf.GPTJConfig: {"n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 8},
+    hf.GPTNeoConfig: {
+        "hidden_size": 32,
+        "num_layers": 1,
+        "num_heads": 4,
+        "attention_types": [[["global"], 1]],
+    },
     hf.FalconConfig: {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4},
     hf.BloomConfig: {"hidden_size": 32, "n_layer": 1, "n_head": 4},
     hf.MptConfig: {"d_model": 32, "n_layers": 1, "n_heads": 4},

@@ -428,12 +428,13 @@ class TestPackedMask:
     NUMBER = torch.tensor([[0, 0, 1, 1, 1, 2]])
     PLACES = torch.tensor([[0, 1, 0, 1, 2, 0]])
 
-    def mask(self, inner: Any = None, **options: Any) -> Tensor:
+    def mask(self, inner: Any = None, in_order: bool = True, **options: Any) -> Tensor:
         from transformers import masking_utils
 
-        function = masking_utils.packed_sequence_compatibility_function(
-            inner or masking_utils.causal_mask_function, self.PLACES, self.NUMBER
-        )
+        inner = inner or masking_utils.causal_mask_function
+        remapped = masking_utils.remap_positions_for_packed_sequence(inner, self.PLACES)
+        same = masking_utils.packed_sequence_mask_function(self.NUMBER)
+        function = masking_utils.and_masks(*((same, remapped) if in_order else (remapped, same)))
         sizes = {"batch_size": 1, "q_length": 6, "kv_length": 6, "config": hf.LlamaConfig()}
         usual = {"mask_function": function, "allow_is_causal_skip": False}
         return integration.attention_mask_function(**sizes, **usual | options)
@@ -448,10 +449,12 @@ class TestPackedMask:
         assert (mask.shape, mask.ndim, mask.dim(), mask.size(-1)) == ((1, 1, 6, 6), 4, 4, 6)
         assert mask.dtype == torch.bool
 
-    def test_it_says_where_sequences_begin(self):
+    @pytest.mark.parametrize("in_order", [True, False])
+    def test_it_says_where_sequences_begin(self, in_order):
+        """In the order of transformers before 5.24, and from then on."""
         from transformers.masking_utils import sliding_window_causal_mask_function
 
-        sequences = self.mask(sliding_window_causal_mask_function(2)).sequences
+        sequences = self.mask(sliding_window_causal_mask_function(2), in_order).sequences
         assert sequences.cu_seqlens_q.tolist() == sequences.cu_seqlens_k.tolist() == [0, 2, 5, 6]
         assert sequences[2:] == (True, 1, None)
         assert torch.equal(packed.block_mask(sequences, 6, 6), self.expected(reach=2)[0, 0])

@@ -91,8 +91,9 @@ def sequences_of(mask_function: Any, shape: tuple[int, int]) -> Sequences | None
     both = _held(mask_function, _AND, "mask_functions")
     if both is None or len(both) != 2:
         return None
-    number = _held(both[0], _SAME_SEQUENCE, "packed_sequence_mask")  # (B, L), 0 and up
-    inner = _held(both[1], _REMAPPED, "mask_function")
+    same, remapped = both if _is_named(both[0], _SAME_SEQUENCE) else both[::-1]  # from 5.24 on the other way
+    number = _held(same, _SAME_SEQUENCE, "packed_sequence_mask")  # (B, L), 0 and up
+    inner = _held(remapped, _REMAPPED, "mask_function")
     if type(number) is not Tensor or number.device.type != "cpu" or number.shape != shape:
         return None
     window = None

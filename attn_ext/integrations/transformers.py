@@ -32,7 +32,7 @@ __all__ = ["NAME", "TESTED_VERSIONS", "convert", "register"]
 #: What `attn_implementation` is.
 NAME = "attn_ext"
 #: The first and the last version of transformers that the tests were run with.
-TESTED_VERSIONS = ("5.18", "5.23")
+TESTED_VERSIONS = ("5.18", "5.24")
 
 #: Tensors that models hand on to every attention and that say nothing which the mask does not say.
 HARMLESS = frozenset(
