@@ -20,12 +20,14 @@ class save_weights_for_backward(ContextDecorator):
       4 ``D`` where ``Lq`` is ``Lk``), ``Lk`` is at most 1024, and ``Lq`` at least 17;
     - there is neither dropout nor softcap, and all sizes are known when the call is made, or traced.
 
-    Nothing else decides; :func:`attn_ext.explain` tells of a call. The output has the same bits either way;
-    gradients are those of weights that were rounded to bfloat16, as without it they are where they are
-    multiplied. Memory (..., Hq, Lq, Lk) is held from forward to backward.
+    Memory is counted by shapes, as if nothing were broadcast but the keys of a group. Packed sequences and
+    calls that return weights or key mass save none. :func:`attn_ext.explain` tells of a call with tensors of
+    these dtypes, autocast apart. The output has the same bits either way; gradients come from weights that
+    were rounded to bfloat16. Memory (..., Hq, Lq, Lk) is held from forward to backward.
 
     Works as a context manager, as a decorator, and is undone at the end. A compiled function does what was
-    allowed when it was traced; a checkpointed one must be recomputed under what it ran under.
+    allowed when it was traced, also where the compiler finds it in its cache of earlier processes; put it
+    around the function rather than into it. A checkpointed one must be recomputed under what it ran under.
 
     Args:
         enabled: whether it is allowed.
@@ -43,6 +45,10 @@ class save_weights_for_backward(ContextDecorator):
             raise TypeError(f"attn_ext: expected enabled to be a bool, but got {enabled!r}")
         self.enabled = enabled
         self._before: list[bool] = []
+
+    def _recreate_cm(self) -> "save_weights_for_backward":
+        """A decorated function's calls, in several threads at a time, each have one of their own."""
+        return save_weights_for_backward(self.enabled)
 
     def __enter__(self) -> None:
         self._before.append(_C.save_weights_for_backward())

@@ -188,6 +188,30 @@ class TestRefusal:
             thread.join()
         assert seen == [SAVES]
 
+    def test_a_decorated_function_runs_in_threads(self):
+        """The first to begin is the first to end."""
+        begun, leave = [threading.Event() for _ in "ab"], [threading.Event() for _ in "ab"]
+        seen = {}
+
+        @attn_ext.save_weights_for_backward(True)
+        def wait(i):
+            begun[i].set()
+            leave[i].wait()
+
+        def run(i):
+            with attn_ext.save_weights_for_backward(i == 0):
+                wait(i)
+                seen[i] = saves(inputs())
+
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+        for i, thread in enumerate(threads):
+            thread.start()
+            begun[i].wait()
+        for i, thread in enumerate(threads):
+            leave[i].set()
+            thread.join()
+        assert seen == {0: SAVES, 1: False}
+
     @pytest.mark.parametrize(("value", "allowed"), [("0", False), ("1", True)])
     def test_environment(self, value, allowed):
         program = (
@@ -292,6 +316,31 @@ class TestResults:
         for a, b in zip(saved, refused, strict=True):
             assert torch.equal(a.isfinite(), b.isfinite())
             torch.testing.assert_close(a, b, rtol=0.05, atol=0.05, equal_nan=True)
+
+    @pytest.mark.parametrize("where", ["grad_lse", "value"])
+    def test_nan_shows_in_weights_that_are_0_for_want_of_range(self, where):
+        tensors = [torch.randn(1, 1, n, 64).bfloat16().requires_grad_() for n in (120, 300, 300)]
+        bias = torch.zeros(300, dtype=torch.bfloat16)
+        bias[140:] = -1e4
+        if where == "value":
+            tensors[2].data[0, 0, 3] = torch.nan
+        output, lse = attn_ext.sdpa_with_lse(*tensors, attn_mask=bias)
+        grads = [torch.randn_like(output), torch.randn_like(lse)]
+        if where == "grad_lse":
+            grads[1][0, 0, 5] = torch.nan
+        found = torch.autograd.grad((output, lse), tensors, grads)
+        assert found[1].isnan().any(-1).all()
+
+    def test_nan_shows_where_a_sink_takes_everything(self):
+        query, key, value = (torch.full((1, 1, 100, 64), x).bfloat16() for x in (-1.0, 14.0, 1.0))
+        sinks = torch.tensor([20.0])
+        leaves = [x.requires_grad_() for x in (query, key, value)]
+        grad = torch.zeros(1, 1, 100, 64, dtype=torch.bfloat16)
+        grad[0, 0, 5, 3] = torch.nan
+        found = torch.autograd.grad(attn_ext.sdpa(*leaves, sinks=sinks), leaves, grad)
+        with attn_ext.save_weights_for_backward(False):
+            refused = torch.autograd.grad(attn_ext.sdpa(*leaves, sinks=sinks), leaves, grad)
+        assert [x.isfinite().tolist() for x in found] == [x.isfinite().tolist() for x in refused]
 
     @only_where_saved
     @pytest.mark.parametrize("name", SHAPES)

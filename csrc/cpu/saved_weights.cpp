@@ -40,7 +40,7 @@ namespace {
 
 /// Heads, rows and columns; none where they are not known, or the tensor is not even a matrix.
 std::optional<std::array<int64_t, 3>> sizes_of(const at::Tensor& tensor) {
-  if (tensor.dim() < 2) {
+  if (tensor.is_nested() || tensor.dim() < 2) {
     return std::nullopt;
   }
   std::array<int64_t, 3> sizes{1, 0, 0};

@@ -177,7 +177,8 @@ ATTN_EXT_INLINE void FewKeysUnit<S>::make_plain_weights(T* scores, const T* grad
   weight_sum = lane_sum<T>(weight_sums);
 }
 
-// The same of P as the forward pass has written it, 0 in what is hidden.
+// The same of P as the forward pass has written it, 0 in what is hidden: a dP that is not finite shows in the
+// sum even there.
 template <typename S>
 template <int Vectors>
 ATTN_EXT_INLINE void FewKeysUnit<S>::take_weights(const Element* weights, T* scores, const T* grads, T& sum,
@@ -191,7 +192,7 @@ ATTN_EXT_INLINE void FewKeysUnit<S>::take_weights(const Element* weights, T* sco
     const Vec<T> p = whole ? load_compute(weights + j) : load_compute_partial(weights + j, keys - j);
     store(scores + j, p);
     weight_sums += p;
-    sums = multiply_add(p, p == Vec<T>{} ? Vec<T>{} : load(grads + j), sums);
+    sums = multiply_add(p, load(grads + j), sums);
   }
   sum = lane_sum<T>(sums);
   weight_sum = lane_sum<T>(weight_sums);
@@ -313,10 +314,12 @@ void FewKeysUnit<S>::finish_bad_rows(int64_t first, int64_t begin, int64_t end) 
 }
 
 // With NaN or Inf about, a weight of 0 does not tell what is hidden from what is small: only in dO it shows.
+// The gradient of sinks is in float, and made of the rows' sums.
 template <typename S>
 bool FewKeysUnit<S>::reads_weights(int64_t first, int64_t count) const {
   return kReadsWeights<S> && params_.weights.data != nullptr && !full_ && wants_grads_ &&
-         stride_ / S::kLane <= kPlainVectors && !pack_.bad_keys && !pack_.bad_values && !bad_queries_ &&
+         params_.grad_sinks == nullptr && stride_ / S::kLane <= kPlainVectors && !pack_.bad_keys &&
+         !pack_.bad_values && !bad_queries_ &&
          !any_far(lse_rows<S>(params_, unit_.batch, head_) + first, count);
 }
 

@@ -174,6 +174,14 @@ class KeyQueryBlock {
   // visible.h
   bool set_block(int64_t head, Range rows, const QueryPack<S>& pack, const BlockPart& part);
   bool key_is_masked(int64_t key) const;
+  // Of all rows: NaN and Inf of other keys' values, or of the gradient of lse, show there.
+  bool has_finite_delta() const {
+    T residue = 0;  // x - x is 0, NaN for what is not finite
+    for (int64_t i = 0; i < query_count_; ++i) {
+      residue += queries_.terms.delta[i] - queries_.terms.delta[i];
+    }
+    return residue == 0;
+  }
   bool cell_is_live(int64_t cell, int64_t panel) const;
   RowsAhead rows_ahead(const TensorView& view, const void* data, int64_t size, int64_t cell,
                        int64_t panel) const;

@@ -58,7 +58,7 @@ bool KeyQueryBlock<S>::set_block(int64_t head, Range rows, const QueryPack<S>& p
   reads_weights_ = kReadsWeights<S> && params_.weights.data != nullptr && !full_ &&
                    !needs_exact_delta(params_) && *pack.terms.has_far_rows == 0 &&
                    *keys_.has_bad_values == 0 && *keys_.has_bad_keys == 0 && *pack.has_bad_queries == 0 &&
-                   *pack.has_bad_grads == 0;
+                   *pack.has_bad_grads == 0 && has_finite_delta();
   for (int64_t tile = part_.keys.begin; tile < part_.keys.end; tile += S::kTileRows) {
     Range& common = cell_common_[tile / cell_size_];
     if (tile % cell_size_ == 0) common = {0, count};
