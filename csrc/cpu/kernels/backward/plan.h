@@ -3,6 +3,7 @@
 
 #include "../interface/backward.h"
 #include "../matrix/scheme.h"
+#include "chains.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
@@ -14,13 +15,28 @@ constexpr int64_t kSmallKeys = 16;
 constexpr int64_t kSmallDim = 64;
 
 // As few query rows as this take their own path: of a tile with many columns they would leave most idle. A
-// matrix unit makes up for that, products of pairs for half of it; and with small dims all else that is done
-// to a row tells.
+// matrix unit makes up for that, and so do products of pairs, the more the narrower the heads are, but where
+// several heads read the same keys, each with tiles of its own. With small dims all else that is done to a
+// row tells.
 template <typename S>
 ATTN_EXT_INLINE int64_t backward_few_rows(const AttentionShape& shape) {
   if (!S::Product::kInRegisters || S::kPanel < 64) return 8;
   const int64_t dims = shape.head_dim + shape.value_dim;
-  return dims < 64 ? 8 : dims < 128 || S::kPaired ? 12 : 24;
+  if (S::kPaired) return group_size(shape) > 1 ? 8 : larger(4, dims / 40);
+  return dims < 64 ? 8 : dims < 128 ? 12 : 24;
+}
+
+// Gradients of key and value beyond these bytes would push everything else out of the caches. Where the rows
+// that make them are few, it tells that lines have to be read before they are written there.
+constexpr int64_t kStreamedBytes = 1 << 23;
+constexpr int64_t kStreamedRows = 128;  // of a group
+
+template <typename S>
+ATTN_EXT_INLINE bool streams_key_gradients(const AttentionShape& shape) {
+  constexpr int64_t kSize = sizeof(typename S::Element);
+  const int64_t rows = unit_count(shape) * shape.key_len;
+  return group_size(shape) * shape.query_len <= kStreamedRows &&
+         rows * (shape.head_dim + shape.value_dim) * kSize > kStreamedBytes;
 }
 
 // Products of pairs in registers are worth more to them than what it takes to write the weights in forward

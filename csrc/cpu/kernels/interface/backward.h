@@ -50,13 +50,13 @@ struct FewKeysPlan {
 
 struct FewRowsPlan {
   int64_t pieces;  // of the keys
-  bool streamed;   // the gradients of key and value are written past the caches
   int64_t term_tasks, piece_tasks, merge_tasks, mask_tasks;
 };
 
 struct BackwardPlan {
   BackwardPath path;
   bool exact_delta;  // delta from P dP rather than from the output
+  bool streamed;     // the gradients of key and value are written past the caches
   ChainsPlan chains;
   TilesPlan tiles;
   FewKeysPlan few_keys;

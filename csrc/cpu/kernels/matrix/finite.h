@@ -14,6 +14,17 @@ ATTN_EXT_INLINE bool is_finite_at(const Matrix<Element>& m, int64_t r, int64_t c
   return x - x == 0;
 }
 
+// Elements of two bytes, two vectors of lanes of them: adding 1 to the exponents of both halves of a lane
+// carries into their sign bits where an exponent is that of NaN and Inf.
+template <typename Element>
+ATTN_EXT_INLINE Vec<uint32_t> exponents_carried(const Element* p) {
+  constexpr uint32_t kExponent = std::is_same_v<Element, BFloat16> ? 0x7f807f80 : 0x7c007c00;
+  constexpr uint32_t kOne = std::is_same_v<Element, BFloat16> ? 0x00800080 : 0x04000400;
+  Vec<uint32_t> pairs;
+  memcpy(&pairs, p, sizeof(pairs));
+  return (pairs & kExponent) + kOne;
+}
+
 template <typename Element>
 bool all_finite(Matrix<Element> m) {
   using T = Compute<Element>;
@@ -24,10 +35,16 @@ bool all_finite(Matrix<Element> m) {
   }
   constexpr int64_t kWidth = kLanes<T>;
   Vec<Bits<T>> residue = {};  // x - x is 0, NaN for what is not finite
+  [[maybe_unused]] Vec<uint32_t> carried = {};
   bool finite = true;
   for (int64_t r = 0; r < m.rows; ++r) {
     const Element* row = m.data + r * m.row_stride;
     int64_t c = 0;
+    if constexpr (sizeof(Element) == 2) {
+      for (; m.column_stride == 1 && c + 2 * kWidth <= m.columns; c += 2 * kWidth) {
+        carried |= exponents_carried(row + c);
+      }
+    }
     for (; m.column_stride == 1 && c < m.columns; c += kWidth) {
       const bool whole = c + kWidth <= m.columns;
       const Vec<T> x = whole ? load_compute(row + c) : load_compute_partial(row + c, m.columns - c);
@@ -36,6 +53,9 @@ bool all_finite(Matrix<Element> m) {
     for (; c < m.columns; ++c) finite &= is_finite_at(m, r, c);
   }
   for (int i = 0; i < kLanes<T>; ++i) finite &= residue[i] == 0;
+  if constexpr (sizeof(Element) == 2) {
+    for (int i = 0; i < kLanes<uint32_t>; ++i) finite &= (carried[i] & 0x80008000) == 0;
+  }
   return finite;
 }
 

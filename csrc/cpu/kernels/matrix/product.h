@@ -72,6 +72,26 @@ struct TileArgs {
   int64_t left_step = 1;  // from one step along the depth to the next
 };
 
+// Rows of a tile, those past the first kRegisterTileRows from a pointer of their own: addresses are made of
+// few registers then.
+template <typename T>
+struct TileRowsOf {
+  T *upper, *lower;
+  int64_t stride;
+
+  TileRowsOf(T* data, int64_t row_stride, int rows)
+      : upper(data),
+        lower(rows > kRegisterTileRows ? data + kRegisterTileRows * row_stride : data),
+        stride(row_stride) {}
+  ATTN_EXT_INLINE T* operator[](int r) const {
+    return r < kRegisterTileRows ? upper + r * stride : lower + (r - kRegisterTileRows) * stride;
+  }
+  ATTN_EXT_INLINE void advance(int64_t step) {
+    upper += step;
+    lower += step;
+  }
+};
+
 template <typename Product>
 using TileFunction = void (*)(const TileArgs<Product>&);
 
@@ -165,9 +185,8 @@ ATTN_EXT_INLINE void multiply_tile(const TileArgs<Product>& args,
                                    [[maybe_unused]] HalfVec<typename Product::Accum> (&halves)[Rows]) {
   using Operand = typename Product::Operand;
   constexpr int kWidth = kLanes<Operand>;
-  const Operand* left = args.left;
+  TileRowsOf<const Operand> left(args.left, args.left_stride, Rows);
   const Operand* right = args.right;
-  const int64_t left_stride = args.left_stride;
   const int64_t left_step = args.left_step;
   const int64_t right_stride = args.right_stride;
   for (int64_t k = args.depth; k > 0; --k) {
@@ -176,14 +195,14 @@ ATTN_EXT_INLINE void multiply_tile(const TileArgs<Product>& args,
 #pragma GCC unroll 4
     for (int v = 0; v < Vectors; ++v) row[v] = load(right + v * kWidth);
     if constexpr (Half) half = load_half(right + Vectors * kWidth);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int r = 0; r < Rows; ++r) {
-      const Vec<Operand> element = broadcast(left[r * left_stride]);
+      const Vec<Operand> element = broadcast(*left[r]);
 #pragma GCC unroll 4
       for (int v = 0; v < Vectors; ++v) sums[r][v] = Product::step(element, row[v], sums[r][v]);
       if constexpr (Half) halves[r] = Product::step(lower_half<Operand>(element), half, halves[r]);
     }
-    left += left_step;
+    left.advance(left_step);
     right += right_stride;
   }
 }
@@ -194,24 +213,23 @@ template <typename Product, int Rows, int Vectors, bool Half, bool Carry>
 void tile_product(const TileArgs<Product>& args) {
   using Accum = typename Product::Accum;
   constexpr int kWidth = kLanes<Accum>;
-  Accum* out = args.out;
-  const int64_t out_stride = args.out_stride;
+  const TileRowsOf<Accum> out(args.out, args.out_stride, Rows);
   Vec<Accum> sums[Rows][Vectors + Half];
   HalfVec<Accum> halves[Rows];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
   for (int r = 0; r < Rows; ++r) {
-    Accum* row = out + r * out_stride;
+    const Accum* row = out[r];
     const Accum carry = Carry && args.carry != nullptr ? args.carry[r] : static_cast<Accum>(1);
 #pragma GCC unroll 4
     for (int v = 0; v < Vectors; ++v) sums[r][v] = Carry ? load(row + v * kWidth) * carry : Vec<Accum>{};
     halves[r] = Carry && Half ? load_half(row + Vectors * kWidth) * carry : HalfVec<Accum>{};
   }
   multiply_tile<Product, Rows, Vectors, Half>(args, sums, halves);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
   for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 4
-    for (int v = 0; v < Vectors; ++v) store(out + r * out_stride + v * kWidth, sums[r][v]);
-    if constexpr (Half) store(out + r * out_stride + Vectors * kWidth, with_zeros(halves[r]));
+    for (int v = 0; v < Vectors; ++v) store(out[r] + v * kWidth, sums[r][v]);
+    if constexpr (Half) store(out[r] + Vectors * kWidth, with_zeros(halves[r]));
   }
 }
 
@@ -223,11 +241,20 @@ constexpr int kColumnStep = kLanes<Accum> / kStepsOfVector;
 template <typename Product, bool Carry>
 struct TileTable {
   static constexpr int kSteps = kTileVectors * kStepsOfVector;
+  static constexpr int kTallSteps = kTallTileVectors * kStepsOfVector;
   TileFunction<Product> of[kRegisterTileRows][kSteps] = {};
+  TileFunction<Product> tall[kTallSteps + 1] = {};
 
   template <int... Row>
   constexpr explicit TileTable(std::integer_sequence<int, Row...>) {
     (set_row<Row>(std::make_integer_sequence<int, kSteps>{}), ...);
+    set_tall(std::make_integer_sequence<int, kTallSteps>{});
+  }
+  template <int... Step>
+  constexpr void set_tall(std::integer_sequence<int, Step...>) {
+    ((tall[Step] = tile_product<Product, kTallTileRows, (Step + 1) / kStepsOfVector,
+                                (Step + 1) % kStepsOfVector != 0, Carry>),
+     ...);
   }
   template <int Row, int... Step>
   constexpr void set_row(std::integer_sequence<int, Step...>) {
@@ -246,13 +273,23 @@ template <typename Product, bool Carry>
 struct TileOf {
   TileFunction<Product> function;
 
-  TileOf(int64_t rows, int64_t columns)
-      : function(
-            kTileProducts<Product, Carry>.of[rows - 1][columns / kColumnStep<typename Product::Accum> - 1]) {}
+  TileOf(int64_t rows, int64_t columns) {
+    const TileTable<Product, Carry>& table = kTileProducts<Product, Carry>;
+    const int64_t step = columns / kColumnStep<typename Product::Accum> - 1;
+    function = rows == kTallTileRows ? table.tall[step] : table.of[rows - 1][step];
+  }
   ATTN_EXT_INLINE void operator()(const TileArgs<Product>& args) const { function(args); }
 };
 
-// For 1 <= rows <= Product::kTileRows; columns in whole steps of at most kTileVectors vectors.
+// Rows of the highest tile of so many columns.
+template <typename Product>
+ATTN_EXT_INLINE int64_t tile_height(int64_t columns) {
+  const bool tall = Product::kInRegisters && columns <= kTallTileVectors * kLanes<typename Product::Accum>;
+  return tall ? kTallTileRows : Product::kTileRows;
+}
+
+// For 1 <= rows <= Product::kTileRows, or the very tile_height(columns); columns in whole steps of at most
+// kTileVectors vectors.
 template <typename Product, bool Carry>
 ATTN_EXT_INLINE TileOf<Product, Carry> tile_function(int64_t rows, int64_t columns) {
   return {rows, columns};

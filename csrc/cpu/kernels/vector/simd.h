@@ -39,6 +39,15 @@ constexpr int kTileVectors = 2;
 #endif
 constexpr int kRegisterTileRows = 6;
 
+// A tile of so few vectors waits for its own sums, and costs as many calls as a whole one: it is twice as
+// high where there are rows enough. (Arm's tiles hold a register for each row beside the sums.)
+#if defined(__x86_64__)
+constexpr int kTallTileVectors = kTileVectors / 2;
+#else
+constexpr int kTallTileVectors = 0;
+#endif
+constexpr int kTallTileRows = 2 * kRegisterTileRows;
+
 // Processors that do a 512-bit operation in two halves do half a vector in half the time.
 #if defined(__AVX512F__)
 constexpr bool kHasHalfVectors = true;

@@ -95,7 +95,7 @@ class FewRowsBlock {
         group_(group_size(params.shape)),
         rows_(group_ * params.shape.query_len),
         exact_delta_(plan.exact_delta),
-        streamed_(plan.few_rows.streamed) {}
+        streamed_(plan.streamed) {}
   FewRowsBlock(const FewRowsBlock&) = delete;
   FewRowsBlock& operator=(const FewRowsBlock&) = delete;
 

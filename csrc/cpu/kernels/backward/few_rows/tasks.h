@@ -10,7 +10,6 @@
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
 constexpr int64_t kBackwardPieceKeys = 256;
-constexpr int64_t kStreamedBytes = 1 << 23;  // gradients beyond that would push everything else out of caches
 static_assert(kBackwardPieceKeys % kDropoutColumns == 0);
 
 template <typename S>
@@ -120,8 +119,7 @@ void FewRows<S>::plan(const BackwardParams& params, int, BackwardPlan& plan) {
   few_rows.merge_tasks = units;
   few_rows.mask_tasks = units > 0 && has_mask_grad && !mask_has_keys ? 1 : 0;
   plan.shared_bytes = units * unit_size(params, plan) * static_cast<int64_t>(sizeof(T));
-  constexpr int64_t kSize = sizeof(Element);
-  few_rows.streamed = units * shape.key_len * (shape.head_dim + shape.value_dim) * kSize > kStreamedBytes;
+  plan.streamed = streams_key_gradients<S>(shape);
   Arena arena{nullptr, 0};
   take_few_rows_scratch<S>(arena, params);
   plan.thread_bytes = arena.used;
@@ -164,7 +162,7 @@ void FewRows<S>::run_pieces(int64_t task) {
     T* sums = partial_sums(unit, piece);
     for (int64_t r = 0; r < rows_; ++r) sums[r] = lane_sum<T>(load(s_.grad_sums + r * S::kLane));
   }
-  if (plan_.few_rows.streamed) finish_streams();
+  if (plan_.streamed) finish_streams();
 }
 
 // dQ = scale * the sum over the pieces, in their order.

@@ -124,13 +124,17 @@ class KeyQueryBlock {
   // Adds to the gradients what some query rows of a head give.
   void add_queries(int64_t head, Range rows, const QueryPack<S>& pack) {
     if (!make_grads(head, rows, pack, {{0, key_count_}, {0, rows.end - rows.begin}})) return;
-    add_to_keys();
+    add_to_block_keys();
     add_to_queries();
   }
   // The same in steps, of a part of the block: P and dS, and with them the mask's gradient (false: no query
-  // of it sees any key); then the gradients of value and key; then that of the query.
+  // of it sees any key); then the gradients of value and key, where set_keys() has them or, of some cells of
+  // keys, `to`, which is that of the first of them; then that of the query. fresh: nothing was added yet, and
+  // what lies there means nothing.
   bool make_grads(int64_t head, Range rows, const QueryPack<S>& pack, const BlockPart& part);
-  void add_to_keys();
+  void add_to_block_keys();
+  void add_to_values(Range keys, T* to, bool fresh);
+  void add_to_keys(Range keys, T* to, bool fresh);
   void add_to_queries();
 
   // Takes these keys into the rows' maxima or sums, or adds to delta what they give of rowsum(P dP).
@@ -141,6 +145,14 @@ class KeyQueryBlock {
 
   int64_t cell_rows(int64_t cell) const { return smaller(cell_size_, key_count_ - cell); }
   int64_t tile_rows(int64_t tile) const { return smaller(S::kTileRows, key_count_ - tile); }
+  // Rows of a product's tile of so many columns: those of two where a tall one has room before `end` and the
+  // same queries see both.
+  int64_t tile_rows(int64_t tile, int64_t end, int64_t columns) const {
+    const int64_t tall = tile_height<Product>(columns), index = tile / S::kTileRows;
+    if (tall == S::kTileRows || tile + tall > end) return tile_rows(tile);
+    const Range a = tile_span_[index], b = tile_span_[index + 1];
+    return a.begin == b.begin && a.end == b.end ? tall : tile_rows(tile);
+  }
   int64_t panel_width(int64_t panel) const { return smaller(S::kPanel, padded_queries_ - panel); }
   int64_t cell_offset(int64_t cell, int64_t panel, int64_t r) const {
     return S::kPaired ? (r - cell) * S::kPanel : r * s_.score_stride + panel;
@@ -231,7 +243,14 @@ class KeyQueryBlock {
   void saved_rows(int64_t cell, int64_t panel) const;
 
   // products.h
-  void add_key_side(const Operand* left, const Operands<Operand>& right, int64_t dim, T* out);
+  struct KeySide {
+    const Operand* left;             // P or dS
+    const Operands<Operand>& right;  // dO or Q
+    const TensorView& rows;          // the same, with NaN and Inf
+    bool has_bad_rows;
+    int64_t dim;
+  };
+  void add_key_side(const KeySide& side, Range keys, T* to, bool fresh);
   void add_grad_query();
   bool is_seen(int64_t key, int64_t query) const {
     return sees_key<Element>(params_.rule, params_.shape.key_len, batch_, head_, query_first_ + query,
@@ -242,7 +261,7 @@ class KeyQueryBlock {
     if constexpr (S::kPaired) return to_compute(reinterpret_cast<const Element*>(row)[query]);
     return row[query];
   }
-  void add_bad_rows(const TensorView& view, int64_t dim, const Operand* left, T* out) const;
+  void add_bad_rows(const KeySide& side, Range keys, T* to) const;
   void add_bad_keys() const;
 
   const BackwardParams& params_;
@@ -299,19 +318,32 @@ bool KeyQueryBlock<S>::make_grads(int64_t head, Range rows, const QueryPack<S>& 
 }
 
 template <typename S>
-void KeyQueryBlock<S>::add_to_keys() {
-  if (params_.grad_value.data != nullptr && params_.grad_output.data != nullptr) {
-    add_key_side(s_.weights_left, *queries_.grad_rows, params_.shape.value_dim, grad_value_);
-    if (*queries_.has_bad_grads != 0) {
-      add_bad_rows(params_.grad_output, params_.shape.value_dim, s_.weights_left, grad_value_);
-    }
+void KeyQueryBlock<S>::add_to_block_keys() {
+  const bool fresh = *keys_.has_sums == 0;
+  if (fresh) *keys_.has_sums = 1;
+  const int64_t first = part_.keys.begin;
+  add_to_values(part_.keys, grad_value_ + first * padded_dim<S>(params_.shape.value_dim), fresh);
+  add_to_keys(part_.keys, grad_key_ + first * padded_dim<S>(params_.shape.head_dim), fresh);
+}
+
+template <typename S>
+void KeyQueryBlock<S>::add_to_values(Range keys, T* to, bool fresh) {
+  if (params_.grad_value.data == nullptr) return;
+  const int64_t dim = params_.shape.value_dim;
+  if (params_.grad_output.data != nullptr) {
+    const bool bad = *queries_.has_bad_grads != 0;
+    add_key_side({s_.weights_left, *queries_.grad_rows, params_.grad_output, bad, dim}, keys, to, fresh);
+  } else if (fresh) {
+    fill_span(to, 0, (keys.end - keys.begin) * padded_dim<S>(dim), static_cast<T>(0));
   }
-  if (params_.grad_key.data != nullptr) {
-    add_key_side(s_.grads_left, *queries_.query_rows, params_.shape.head_dim, grad_key_);
-    if (*queries_.has_bad_queries != 0) {
-      add_bad_rows(params_.query, params_.shape.head_dim, s_.grads_left, grad_key_);
-    }
-  }
+}
+
+template <typename S>
+void KeyQueryBlock<S>::add_to_keys(Range keys, T* to, bool fresh) {
+  if (params_.grad_key.data == nullptr) return;
+  const bool bad = *queries_.has_bad_queries != 0;
+  add_key_side({s_.grads_left, *queries_.query_rows, params_.query, bad, params_.shape.head_dim}, keys, to,
+               fresh);
 }
 
 template <typename S>

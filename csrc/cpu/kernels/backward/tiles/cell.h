@@ -46,14 +46,16 @@ void KeyQueryBlock<S>::multiply_cell(int64_t cell, int64_t panel, const Operands
   args.left_stride = left.row_stride;
   args.right_stride = panel_width(panel);
   args.out_stride = s_.score_stride;
-  for (int64_t tile = cell; tile < cell + cell_rows(cell); tile += S::kTileRows) {
+  const int64_t end = cell + cell_rows(cell);
+  for (int64_t tile = cell, rows = 0; tile < end; tile += rows) {
     const Range span = panel_span(tile, panel);
+    rows = tile_rows(tile, end, span.end - span.begin);
     if (is_empty(span)) continue;
     prefetch_some(ahead, rows_to_ask_for);
     args.left = left.data + tile * left.row_stride;
     args.right = right + panel * args.depth + span.begin;
     args.out = out + cell_offset(cell, panel, tile) + span.begin;
-    tile_function<Product, false>(tile_rows(tile), span.end - span.begin)(args);
+    tile_function<Product, false>(rows, span.end - span.begin)(args);
   }
 }
 

@@ -63,6 +63,12 @@ class UnitMemory {
   }
   void clear_key_sums(int64_t block) const {
     memset(grad_key(block), 0, static_cast<size_t>(key_sums_size_) * sizeof(T));
+    *key_pack(block).has_sums = 1;
+  }
+  void clear_query_sums(int64_t group_head, int64_t block) const {
+    const QueryPack<S> pack = query_pack(group_head, block);
+    memset(pack.grad_query, 0, static_cast<size_t>(plan_.block_queries * shape_.head_dim) * sizeof(T));
+    *pack.has_sums = 1;
   }
 
  private:

@@ -23,11 +23,12 @@ struct QueryPack {
   using T = typename S::Accum;
   using Operand = typename S::Operand;
   RowTerms<S> terms;
-  Operand* query_columns;                    // (query panels, depth of D, panel width)
-  Operand* grad_columns;                     // (query panels, depth of Dv, panel width)
-  Operands<Operand>* query_rows;             // (D panels, depth of queries, width)
-  Operands<Operand>* grad_rows;              // (Dv panels, depth of queries, width)
-  T* grad_query;                             // (query panels, D, panel width), to be scaled
+  Operand* query_columns;         // (query panels, depth of D, panel width)
+  Operand* grad_columns;          // (query panels, depth of Dv, panel width)
+  Operands<Operand>* query_rows;  // (D panels, depth of queries, width)
+  Operands<Operand>* grad_rows;   // (Dv panels, depth of queries, width)
+  T* grad_query;                  // (query panels, D, panel width), to be scaled
+  int64_t* has_sums;              // 0: nothing was added to grad_query, and what lies there means nothing
   int64_t *has_bad_queries, *has_bad_grads;  // NaN or Inf, which query_rows and grad_rows leave out
   Operand *query_row_buffer, *grad_row_buffer;
 };
@@ -42,6 +43,7 @@ struct KeyPack {
   typename S::Accum* centre;      // (padded D)
   int64_t* has_bad_keys;          // NaN or Inf
   int64_t* has_bad_values;
+  int64_t* has_sums;  // 0: nothing was added to the gradients, and what lies there means nothing
   Operand *key_row_buffer, *value_row_buffer, *key_depth_buffer;
 };
 
@@ -56,6 +58,7 @@ QueryPack<S> take_query_pack(Arena& arena, const AttentionShape& shape, int64_t 
   pack.query_rows = take<Operands<Operand>>(arena, 1);
   pack.grad_rows = take<Operands<Operand>>(arena, 1);
   pack.grad_query = take<typename S::Accum>(arena, queries * shape.head_dim);
+  pack.has_sums = take<int64_t>(arena, 1);
   pack.has_bad_queries = take<int64_t>(arena, 1);
   pack.has_bad_grads = take<int64_t>(arena, 1);
   pack.query_row_buffer = take<Operand>(arena, row_panels_size<S>(queries, shape.head_dim));
@@ -77,6 +80,7 @@ KeyPack<S> take_key_pack(Arena& arena, const AttentionShape& shape, int64_t keys
   pack.centre = take<typename S::Accum>(arena, padded_dim<S>(shape.head_dim));
   pack.has_bad_keys = take<int64_t>(arena, 1);
   pack.has_bad_values = take<int64_t>(arena, 1);
+  pack.has_sums = take<int64_t>(arena, 1);
   return pack;
 }
 
@@ -110,7 +114,6 @@ void pack_query_block(const BackwardParams& params, const TilesPlan& plan, const
                       int64_t batch, int64_t head, Range rows, bool exact_delta,
                       typename S::Element* cleaned) {
   using Element = typename S::Element;
-  using T = typename S::Accum;
   const AttentionShape& shape = params.shape;
   const int64_t count = rows.end - rows.begin, queries = round_up(count, S::kSpan);
   *pack.has_bad_grads = 0;
@@ -129,9 +132,7 @@ void pack_query_block(const BackwardParams& params, const TilesPlan& plan, const
     *pack.has_bad_grads = finite.data != grad.data;
     *pack.grad_rows = row_operands<S>(grad, finite, pack.grad_row_buffer, plan.block_queries);
   }
-  if (params.grad_query.data != nullptr) {
-    memset(pack.grad_query, 0, static_cast<size_t>(queries * shape.head_dim) * sizeof(T));
-  }
+  *pack.has_sums = 0;
 }
 
 // The keys as left operand of dQ: key_rows where these will do.
@@ -171,6 +172,7 @@ void pack_key_block(const BackwardParams& params, const KeyPack<S>& pack, int64_
   *pack.value_rows = left_operands<S>(value, pack.value_row_buffer, is_dense(value));
   *pack.has_bad_values = !all_finite(value);
   *pack.has_bad_keys = !all_finite(key);
+  *pack.has_sums = 0;
   if (params.grad_query.data == nullptr) return;
   const bool centred = keys_centre<S>(params);
   if (centred) set_centre<S>(params, batch, key_head, pack.centre);

@@ -6,33 +6,48 @@
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
-// out (keys, dim) += left (keys, queries) . right (queries, dim), over the runs of live cells of every tile.
+// to (keys, dim) += left (keys, queries) . right (queries, dim), over the runs of live cells of every tile.
 template <typename S>
-void KeyQueryBlock<S>::add_key_side(const Operand* left, const Operands<Operand>& right, int64_t dim,
-                                    T* out) {
-  const int64_t width = panel_width_of<S>(dim), out_stride = padded_dim<S>(dim);
+void KeyQueryBlock<S>::add_key_side(const KeySide& side, Range keys, T* to, bool fresh) {
+  const int64_t width = panel_width_of<S>(side.dim), out_stride = padded_dim<S>(side.dim);
   TileArgs<Product> args{};
   args.left_stride = s_.operand_stride;
-  args.right_stride = right.row_stride;
+  args.right_stride = side.right.row_stride;
   args.out_stride = out_stride;
   for (int64_t column = 0; column < out_stride; column += width) {
-    const int64_t columns = round_up(smaller(width, dim - column), kColumnStep<T>);
-    const Operand* panel_rows = right.data + column / width * right.panel_stride;
-    for (int64_t cell = part_.keys.begin; cell < part_.keys.end; cell += cell_size_) {
+    const int64_t columns = round_up(smaller(width, side.dim - column), kColumnStep<T>);
+    const Operand* panel_rows = side.right.data + column / width * side.right.panel_stride;
+    const auto clear = [&](int64_t first, int64_t end) {
+      for (int64_t r = first; r < end; ++r) {
+        T* row = to + (r - keys.begin) * out_stride + column;
+        fill_span(row, 0, smaller(width, out_stride - column), static_cast<T>(0));
+      }
+    };
+    for (int64_t cell = keys.begin; cell < keys.end; cell += cell_size_) {
+      const int64_t cell_end = cell + cell_rows(cell);
+      bool begins = fresh;
       each_live_run(cell, [&](Range queries) {
-        for (int64_t tile = cell; tile < cell + cell_rows(cell); tile += S::kTileRows) {
+        for (int64_t tile = cell, rows = 0; tile < cell_end; tile += rows) {
+          rows = tile_rows(tile, cell_end, columns);
           const Range run = intersect(tile_span_[tile / S::kTileRows], queries);
-          if (is_empty(run)) continue;
+          if (is_empty(run)) {
+            if (begins) clear(tile, tile + rows);
+            continue;
+          }
           const int64_t begin = run.begin / S::kDepth;
           args.depth = depth_of<Product>(run.end) - begin;
-          args.left = left + tile * s_.operand_stride + begin;
-          args.right = panel_rows + begin * right.row_stride;
-          args.out = out + tile * out_stride + column;
-          tile_function<Product, true>(tile_rows(tile), columns)(args);
+          args.left = side.left + tile * s_.operand_stride + begin;
+          args.right = panel_rows + begin * side.right.row_stride;
+          args.out = to + (tile - keys.begin) * out_stride + column;
+          begins ? tile_function<Product, false>(rows, columns)(args)
+                 : tile_function<Product, true>(rows, columns)(args);
         }
+        begins = false;
       });
+      if (begins) clear(cell, cell_end);
     }
   }
+  if (side.has_bad_rows) add_bad_rows(side, keys, to);
 }
 
 // dQ^T (D, queries) += K^T (D, keys) . dS^T (keys, queries), over the runs of live cells of every panel.
@@ -41,8 +56,11 @@ void KeyQueryBlock<S>::add_grad_query() {
   const int64_t dim = params_.shape.head_dim;
   const Operands<Operand>& left = *keys_.key_depth;
   const int64_t block_depth = depth_of<Product>(plan_.block_keys);
+  const bool fresh = *queries_.has_sums == 0;
+  if (fresh) *queries_.has_sums = 1;
   for (int64_t panel = part_.queries.begin; panel < part_.queries.end; panel += S::kPanel) {
     const int64_t width = panel_width(panel);
+    bool begins = fresh;
     for (int64_t cell = part_.keys.begin; cell < part_.keys.end;) {
       int64_t end = cell;
       while (end < part_.keys.end && live(end, panel)) end += cell_size_;
@@ -57,26 +75,31 @@ void KeyQueryBlock<S>::add_grad_query() {
       args.right = S::kPaired ? s_.grads_right + (panel / S::kPanel * block_depth + run.begin) * S::kPanel
                               : s_.grads_left + run.begin * s_.operand_stride + panel;
       args.out_stride = width;
-      for (int64_t d = 0; d < dim; d += S::kTileRows) {
+      const int64_t height = tile_height<Product>(width);
+      for (int64_t d = 0, rows = 0; d < dim; d += rows) {
+        rows = dim - d >= height ? height : smaller(S::kTileRows, dim - d);
         args.left = left.data + run.begin * args.left_step + d * args.left_stride;
         args.out = queries_.grad_query + panel * dim + d * width;
-        tile_function<Product, true>(smaller(S::kTileRows, dim - d), width)(args);
+        begins ? tile_function<Product, false>(rows, width)(args)
+               : tile_function<Product, true>(rows, width)(args);
       }
+      begins = false;
     }
+    if (begins) fill_span(queries_.grad_query + panel * dim, 0, dim * width, static_cast<T>(0));
   }
 }
 
 // What the queries' NaN and Inf, or those of their dO, give to the keys that they see.
 template <typename S>
-void KeyQueryBlock<S>::add_bad_rows(const TensorView& view, int64_t dim, const Operand* left, T* out) const {
-  const int64_t key = part_.keys.begin, query = part_.queries.begin;
+void KeyQueryBlock<S>::add_bad_rows(const KeySide& side, Range keys, T* to) const {
+  const int64_t key = keys.begin, query = part_.queries.begin;
   const int64_t queries = smaller(part_.queries.end, query_count_) - query;
   add_nonfinite(
-      rows_of<Element>(view, batch_, head_, query_first_ + query, queries, dim), part_.keys.end - key,
+      rows_of<Element>(side.rows, batch_, head_, query_first_ + query, queries, side.dim), keys.end - key,
       [&](int64_t j, int64_t i) { return is_seen(key + j, query + i); },
-      [&](int64_t j, int64_t i) { return operand_at(left, key + j, query + i); },
+      [&](int64_t j, int64_t i) { return operand_at(side.left, key + j, query + i); },
       [&](int64_t j, int64_t c, Vec<T> sum, int64_t count) {
-        add_row(out + (key + j) * padded_dim<S>(dim) + c, 1, sum, count);
+        add_row(to + j * padded_dim<S>(side.dim) + c, 1, sum, count);
       });
 }
 

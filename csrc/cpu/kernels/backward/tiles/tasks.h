@@ -2,6 +2,7 @@
 // the parts of their blocks in turn (TilesPlan, turns.h), and the sum of the mask gradient's copies.
 #pragma once
 
+#include "../store_rows.h"
 #include "block.h"
 #include "memory.h"
 
@@ -46,6 +47,7 @@ class Tiles {
         plan_(plan.tiles),
         chains_(plan.chains),
         exact_delta_(plan.exact_delta),
+        streamed_(plan.streamed),
         shape_(params.shape),
         group_(group_size(params.shape)),
         memory_(params.shape, plan.tiles),
@@ -123,6 +125,7 @@ class Tiles {
     const Range members = chain_members(chains_, chain);
     for (int64_t i = members.begin; i < members.end; ++i)
       run_unit(scores, chain_unit(shape_, chains_, chain, i));
+    if (streamed_) finish_streams();
   }
   void run_unit(KeyQueryBlock<S>& scores, Unit unit) const;
   void set_keys(KeyQueryBlock<S>& scores, Unit unit, int64_t block) const {
@@ -130,13 +133,12 @@ class Tiles {
                     memory_.grad_key(block), memory_.grad_value(block));
   }
   // A key block against some query blocks of one head of its group.
-  void run_key_block(KeyQueryBlock<S>& scores, Unit unit, int64_t group_head, int64_t block,
-                     Range query_blocks) const {
-    set_keys(scores, unit, block);
+  void run_key_block(KeyQueryBlock<S>& scores, Unit unit, int64_t group_head, Range query_blocks) const {
     for (int64_t i = query_blocks.begin; i < query_blocks.end; ++i) {
       scores.add_queries(head_of(unit, group_head), query_rows(i), memory_.query_pack(group_head, i));
     }
   }
+  void finish_key_block(KeyQueryBlock<S>& scores, Unit unit, int64_t block, int64_t query_block) const;
   // turns.h
   struct Meeting;
   struct QueryBlockPlace {
@@ -168,6 +170,8 @@ class Tiles {
   void meet_in_turn(const Meeting& at, const Turns& turns);
   void store_in_turn(int64_t task, const Turns& turns);
   // store.h
+  void store_key_rows(const ResultView& grad, Unit unit, Range keys, const T* sums, int64_t dim,
+                      double scale) const;
   void store_key_block(Unit unit, int64_t block) const;
   void store_query_block(Unit unit, int64_t group_head, int64_t block) const;
   template <typename Out>
@@ -177,7 +181,7 @@ class Tiles {
   const BackwardParams& params_;
   const TilesPlan& plan_;
   const ChainsPlan& chains_;
-  const bool exact_delta_;
+  const bool exact_delta_, streamed_;
   const AttentionShape& shape_;
   const int64_t group_;
   UnitMemory<S> memory_;  // of the unit that is worked on
@@ -191,11 +195,7 @@ class Tiles {
 template <typename S>
 void Tiles<S>::run_unit(KeyQueryBlock<S>& scores, Unit unit) const {
   const bool keeps = memory_.keeps_keys();
-  const auto begin_keys = [&](int64_t block) {
-    pack_keys(unit, block);
-    memory_.clear_key_sums(block);
-  };
-  for (int64_t block = 0; keeps && block < plan_.key_blocks; ++block) begin_keys(block);
+  for (int64_t block = 0; keeps && block < plan_.key_blocks; ++block) pack_keys(unit, block);
   for (int64_t head = 0; head < group_; ++head) {
     for (int64_t i = 0; i < plan_.query_blocks; ++i) pack_queries(unit, head, i);
     make_rows(scores, unit, head, {0, plan_.query_blocks});
@@ -204,15 +204,50 @@ void Tiles<S>::run_unit(KeyQueryBlock<S>& scores, Unit unit) const {
       const Range keys = segment(plan_.key_blocks, i);
       const Range queries = segment(plan_.query_blocks, (i + phase) % plan_.segments);
       for (int64_t block = keys.begin; block < keys.end; ++block) {
-        if (!keeps) begin_keys(block);
-        run_key_block(scores, unit, head, block, queries);
-        if (!keeps) store_key_block(unit, block);
+        if (!keeps) pack_keys(unit, block);
+        set_keys(scores, unit, block);
+        if (keeps) {
+          run_key_block(scores, unit, head, queries);
+        } else {
+          run_key_block(scores, unit, head, {queries.begin, queries.end - 1});
+          finish_key_block(scores, unit, block, queries.end - 1);
+        }
       }
     }
     for (int64_t i = 0; i < plan_.query_blocks; ++i) store_query_block(unit, head, i);
     store_sink_of(unit, head);
   }
   for (int64_t block = 0; keeps && block < plan_.key_blocks; ++block) store_key_block(unit, block);
+}
+
+// A key block against the last query block that it meets: its gradients go out a cell of keys at a time,
+// while their sums are in the nearest cache. (One head a group, one segment.)
+template <typename S>
+void Tiles<S>::finish_key_block(KeyQueryBlock<S>& scores, Unit unit, int64_t block,
+                                int64_t query_block) const {
+  const Range keys = key_rows(block), rows = query_rows(query_block);
+  const int64_t count = keys.end - keys.begin, cell = cell_rows_of<S>(params_);
+  const bool any = scores.make_grads(unit.key_head, rows, memory_.query_pack(0, query_block),
+                                     {{0, count}, {0, rows.end - rows.begin}});
+  const bool fresh = *memory_.key_pack(block).has_sums == 0;
+  const auto finish = [&](const ResultView& grad, T* sums, int64_t dim, double scale, auto add) {
+    const int64_t stride = padded_dim<S>(dim);
+    for (int64_t first = 0; grad.data != nullptr && first < count; first += cell) {
+      const Range some{first, smaller(first + cell, count)};
+      T* to = fresh ? sums : sums + first * stride;
+      if (any) {
+        add(some, to);
+      } else if (fresh) {
+        fill_span(to, 0, (some.end - first) * stride, static_cast<T>(0));
+      }
+      store_key_rows(grad, unit, {keys.begin + first, keys.begin + some.end}, to, dim, scale);
+    }
+  };
+  finish(params_.grad_value, memory_.grad_value(block), shape_.value_dim, 1,
+         [&](Range some, T* to) { scores.add_to_values(some, to, fresh); });
+  finish(params_.grad_key, memory_.grad_key(block), shape_.head_dim, params_.rule.scale,
+         [&](Range some, T* to) { scores.add_to_keys(some, to, fresh); });
+  if (any) scores.add_to_queries();
 }
 
 // What has to be known of whole rows before the gradients can begin, and neither lse nor the output tells:

@@ -105,6 +105,7 @@ void Tiles<S>::pack_in_turn(int64_t task, const Turns& turns) {
     const auto [unit, group_head, block] = query_block_at(task);
     memory_.take_from_shared(shared_, unit);
     pack_queries(unit, group_head, block);
+    memory_.clear_query_sums(group_head, block);
     for (int64_t i = 0; i < plan_.query_parts; ++i) {
       turns.set(query_lane(unit, group_head, block, i), plan_.row_tasks > 0 ? kPacked : kReady);
     }
@@ -187,7 +188,7 @@ void Tiles<S>::meet_in_turn(const Meeting& at, const Turns& turns) {
     const bool any = scores.make_grads(head_of(unit, at.group_head), query_rows(query.block),
                                        memory_.query_pack(at.group_head, query.block), part);
     turns.wait(keys_at, key_number);
-    if (any) scores.add_to_keys();
+    if (any) scores.add_to_block_keys();
     turns.set(keys_at, kReady + 1 + key_turn);
     turns.wait(queries_at, query_number);
     if (any) scores.add_to_queries();
@@ -224,6 +225,7 @@ void Tiles<S>::store_in_turn(int64_t task, const Turns& turns) {
                key_lane_before(segment, first + i, group_ * plan_.segments * query_places(plan_)));
   }
   store_key_block(unit, block);
+  if (streamed_) finish_streams();
 }
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

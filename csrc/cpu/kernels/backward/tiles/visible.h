@@ -59,11 +59,17 @@ bool KeyQueryBlock<S>::set_block(int64_t head, Range rows, const QueryPack<S>& p
                    !needs_exact_delta(params_) && *pack.terms.has_far_rows == 0 &&
                    *keys_.has_bad_values == 0 && *keys_.has_bad_keys == 0 && *pack.has_bad_queries == 0 &&
                    *pack.has_bad_grads == 0 && has_finite_delta();
+  const bool sees_all =
+      rule.window_left < 0 && rule.window_right < 0 && (rule.mask_kind != ScalarKind::kBool || mask_by_key_);
   for (int64_t tile = part_.keys.begin; tile < part_.keys.end; tile += S::kTileRows) {
     Range& common = cell_common_[tile / cell_size_];
     if (tile % cell_size_ == 0) common = {0, count};
     Range hull{count, 0};
     for (int64_t r = tile; r < tile + tile_rows(tile); ++r) {
+      if (sees_all) {
+        hull = row_span_[r] = {0, count};
+        continue;
+      }
       Range span = intersect(window_queries(rule, params_.shape.query_len, key_first_ + r), rows);
       span = is_empty(span) || key_is_masked(key_first_ + r) ? Range{0, 0}
                                                              : Range{span.begin - first, span.end - first};
