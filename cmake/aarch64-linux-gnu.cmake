@@ -1,4 +1,4 @@
-# Builds for Arm on another machine, and runs what is built in QEMU (scripts/arm_tests.sh).
+# Builds for Arm on another machine, and runs what is built in QEMU (scripts/arm_tests.sh, scripts/arm_package.sh).
 set(CMAKE_SYSTEM_NAME Linux)
 set(CMAKE_SYSTEM_PROCESSOR aarch64)
 set(CMAKE_CXX_COMPILER aarch64-linux-gnu-g++)
