@@ -4,13 +4,14 @@
 # of modules. For root on Debian; the cross compiler and QEMU are installed where they are missing. Nothing else of
 # the machine is touched: all is below build/aarch64, and what is there already is not fetched again.
 #
-# It takes 500 MB of downloads, most of them the wheel, 2.5 GB of disk and, on two cores, ten minutes for the build and
-# as many for the tests, which run some 20 times slower than on a processor. On PyPI the wheel is a CUDA build; stand-ins
-# take the place of CUDA's libraries (stub_libraries.py), and torch finds no device. Where something cannot be had, it
-# says so and ends with 77: nothing was checked.
+# It takes 500 MB of downloads, most of them the wheel, 2.5 GB of disk (1.4 GB afterwards) and, on two cores, some ten
+# minutes for the build and as many for the tests. On PyPI the wheel is a CUDA build: stand-ins take the place of
+# CUDA's libraries (stub_libraries.py), and torch finds no device. Where something cannot be had, it says so and ends
+# with 77: nothing was checked.
 #
 #   TORCH            the version; default: 2.13.0
-#   QEMU_CPU         the processor, as QEMU names it; default: max, which has neon_bf16; cortex-a72 has neon alone
+#   QEMU_CPU         the processor, as QEMU names it; default: max, which has neon_bf16; neoverse-n1 has neon alone. On
+#                    those of armv8.0, such as cortex-a72, torch 2.13's own float64 product is an illegal instruction
 #   PART             what runs without arguments; default: tests/test_forward.py tests/test_backward.py tests/test_modules.py
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
