@@ -5,7 +5,7 @@
 # the machine is touched: all is below build/aarch64, and what is there already is not fetched again.
 #
 # It takes 500 MB of downloads, most of them the wheel, 2.5 GB of disk (1.4 GB afterwards) and, on two cores, some ten
-# minutes for the build and as many for the tests. On PyPI the wheel is a CUDA build: stand-ins take the place of
+# minutes for the build and as many for the tests. The wheel that pip finds is a CUDA build: stand-ins take the place of
 # CUDA's libraries (stub_libraries.py), and torch finds no device. Where something cannot be had, it says so and ends
 # with 77: nothing was checked.
 #
