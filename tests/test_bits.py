@@ -129,3 +129,55 @@ def test_bits_of_a_few_rows_do_not_depend_on_how_keys_and_values_lie(query_len, 
     across = [x.detach().mT.contiguous().mT.requires_grad_() for x in (key, value)]
     for a, b in zip(everything((query, key, value), {}), everything((query, *across), {}), strict=True):
         assert torch.equal(a, b)
+
+
+SHARED_KEYS = {
+    "plain": {},
+    "causal": {"is_causal": True, "query_offset": 440},
+    "window": {"is_causal": True, "query_offset": 440, "window_left": 301},
+    "softcap": {"softcap": 3.0},
+    "dropout": {"dropout_p": 0.3},
+    "padding": {"attn_mask": torch.arange(471) < 300},
+    "holes": {"attn_mask": torch.arange(4 * 471).view(4, 471) % 7 != 0},
+    "bias": {"attn_mask": torch.linspace(-3, 3, 4 * 471).view(4, 471)},
+}
+
+
+@by_dtype
+@pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 100, 288])
+@pytest.mark.parametrize("call", SHARED_KEYS)
+def test_a_few_rows_have_the_same_bits_in_a_large_group(call, dim, bad, dtype):
+    query = torch.randn(2, 22, 4, dim).to(dtype)
+    key, value = torch.randn(2, 1, 471, dim).to(dtype), torch.randn(2, 1, 471, 72).to(dtype)
+    if bad is not None:
+        key[0, 0, 300, 3] = value[1, 0, 33, 5] = value[1, 0, 400] = bad
+
+    def results(heads):
+        torch.manual_seed(7)
+        options = {"enable_gqa": True, **SHARED_KEYS[call]}
+        output, lse = attn_ext.sdpa_with_lse(query[:, heads], key, value, **options)
+        if call == "dropout" and heads.start:
+            return output[:, :0], lse[:, :0]  # draws are counted from the first head on
+        return output, lse, attn_ext.sdpa_with_weights(query[:, heads], key, value, **options)[1]
+
+    whole = results(slice(0, 22))
+    for heads in (slice(0, 3), slice(21, 22)):
+        for alone, together in zip(results(heads), whole, strict=False):
+            expected = together[:, heads] if alone.shape[1] else together[:, :0]
+            torch.testing.assert_close(alone, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@by_dtype
+@pytest.mark.parametrize("page_size", [16, 5])
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8])
+def test_a_few_rows_have_the_same_bits_in_a_large_group_over_pages(cache_dtype, page_size, dtype):
+    query = torch.randn(2, 20, 4, 64).to(dtype)
+    cache = attn_ext.KeyValueCache(
+        2, 480, num_heads=1, head_dim=64, page_size=page_size, dtype=cache_dtype or dtype
+    )
+    rows = torch.randn(2, 1, 471, 64).to(dtype)
+    cache.append(rows, rows.flip(2))
+    whole = cache.attend(query, enable_gqa=True)
+    for heads in (slice(0, 2), slice(19, 20)):
+        assert torch.equal(cache.attend(query[:, heads], enable_gqa=True), whole[:, heads])

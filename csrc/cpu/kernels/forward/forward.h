@@ -6,6 +6,7 @@
 #include "output.h"
 #include "packed.h"
 #include "plan.h"
+#include "shared.h"
 #include "stored.h"
 #include "streamed.h"
 #include "visible.h"

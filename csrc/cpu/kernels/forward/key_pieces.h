@@ -14,6 +14,8 @@ namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
 constexpr int64_t kSplitPieceKeys = 512;
 constexpr int64_t kFewRowsPieceKeys = 256;
+// So many rows of a group are worth packing what they read, where a head has few.
+constexpr int64_t kSharedRows = 64;
 constexpr int64_t kTasksPerThread = 8;  // at least, of a handful of rows, if there are as many pieces
 
 template <typename S>
@@ -68,6 +70,14 @@ class KeyPieces {
     const Range seen{window_keys(params.rule, shape.key_len, 0).begin,
                      window_keys(params.rule, shape.key_len, shape.query_len - 1).end};
     return is_empty(seen) ? Range{0, 0} : seen;
+  }
+  // Pairs that are read where they lie have to be made of two rows of values for every few query rows anew,
+  // and the lanes of a dot product be summed, which more dims make up for. Others gain nothing
+  // (docs/trials.md).
+  static bool shares_packs(const ForwardParams& params) {
+    const AttentionShape& shape = params.shape;
+    return S::kPaired && S::Product::kInRegisters && group_size(shape) * shape.query_len >= kSharedRows &&
+           shape.head_dim % (S::kLane * S::kDepth) == 0 && shape.head_dim <= kLatentDim;
   }
   PackedHead<S> pack_piece(int64_t batch, int64_t key_head, Range keys) const;
   void add_key_mass(int64_t batch, int64_t key_head, int64_t piece) const;
@@ -132,6 +142,7 @@ void KeyPieces<S>::plan(const ForwardParams& params, int threads, ForwardPlan& p
   plan.pieces.count = larger(1, ceil_div(keys.end, plan.pieces.keys) - plan.pieces.first);
   plan.block_rows = block_height<S>(shape.query_len * group_size(shape), 1);
   plan.value_in_place = values_lie_packed<S>(params);
+  plan.pieces.packed = !few_rows || shares_packs(params);
   plan.rounds = 3;
   if (query_units == 0 || shape.query_len == 0) return;
 
@@ -151,14 +162,14 @@ void KeyPieces<S>::plan(const ForwardParams& params, int threads, ForwardPlan& p
   }
   Arena scratch{nullptr, 0};
   take_query_scratch<S>(scratch, params, plan);
-  if (!few_rows) take_packed_head<S>(params, plan, scratch, plan.pieces.keys);
+  if (plan.pieces.packed) take_packed_head<S>(params, plan, scratch, plan.pieces.keys);
   plan.thread_bytes = scratch.used;
 }
 
 template <typename S>
 PackedHead<S> KeyPieces<S>::pack_piece(int64_t batch, int64_t key_head, Range keys) const {
   PackedHead<S> packed{};
-  if (plan_.path == ForwardPath::kFewRows) return packed;
+  if (!plan_.pieces.packed) return packed;
   Arena arena = arena_;
   packed = take_packed_head<S>(params_, plan_, arena, plan_.pieces.keys);
   set_head(params_, plan_, packed, batch, key_head, keys.begin);

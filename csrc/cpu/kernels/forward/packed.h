@@ -88,7 +88,9 @@ void QueryBlock<S>::attend_band(int64_t band) {
 template <typename S>
 void QueryBlock<S>::make_scores(int64_t band) {
   if constexpr (Product::kInRegisters) {
-    if (plan_.path == ForwardPath::kFewRows) return stream_scores(band);
+    if (plan_.path == ForwardPath::kFewRows) {
+      return plan_.pieces.packed ? shared_scores(band) : stream_scores(band);
+    }
   }
   scores(band);
 }
@@ -96,7 +98,7 @@ void QueryBlock<S>::make_scores(int64_t band) {
 template <typename S>
 void QueryBlock<S>::add_values(int64_t band) {
   if constexpr (Product::kInRegisters) {
-    if (plan_.path == ForwardPath::kFewRows) return stream_values(band);
+    if (plan_.path == ForwardPath::kFewRows && (careful_ || !plan_.pieces.packed)) return stream_values(band);
   }
   values(band);
 }

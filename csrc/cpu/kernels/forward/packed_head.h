@@ -6,13 +6,14 @@
 #include "../interface/forward.h"
 #include "../matrix/arena.h"
 #include "../matrix/pack.h"
+#include "../matrix/shared_dots.h"
 #include "../matrix/stored_rows.h"
 #include "../scores/visible_keys.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
 // From `first_key` on (the values perhaps in place):
-//   keys    (key panels, depth of D, kPanel)
+//   keys    (key panels, depth of D, width), of kPanel keys, or of kSharedPanel where few rows share them
 //   values  (value panels, depth of keys, value panel width)
 template <typename S>
 struct PackedHead {
@@ -76,9 +77,10 @@ void pack_head(const ForwardParams& params, const ForwardPlan& plan, const Packe
   const AttentionShape& shape = params.shape;
   const int64_t first = packed.first_key, begin = keys.begin - first, end = keys.end - first;
   const StoredRows<Element> key(params.key, params.key_storage, batch, key_head, 0, shape.head_dim);
-  for (int64_t j = begin; j < end; j += S::kPanel) {
-    const Matrix<Element> rows = key.rows(first + j, smaller(S::kPanel, end - j), buffer);
-    pack_column_panel<Product>(rows, 0, S::kPanel,
+  const int64_t key_width = plan.path == ForwardPath::kFewRows ? kSharedPanel<S> : S::kPanel;
+  for (int64_t j = begin; j < end; j += key_width) {
+    const Matrix<Element> rows = key.rows(first + j, smaller(key_width, end - j), buffer);
+    pack_column_panel<Product>(rows, 0, key_width,
                                const_cast<Operand*>(packed.keys) + j * depth_of<Product>(shape.head_dim));
   }
   if (plan.value_in_place) return;

@@ -237,6 +237,9 @@ class QueryBlock {
   void add_bad_values(int64_t band, int64_t column, const Matrix<Element>& values, const BadRows& bad,
                       int64_t first_key) const;
 
+  // shared.h
+  void shared_scores(int64_t band);
+
   // streamed.h
   void stream_scores(int64_t band);
   void stream_values(int64_t band);

@@ -29,6 +29,7 @@ struct KeyPiecesPlan {
   int64_t first;        // of the pieces that are visited: those before are outside of every row's window
   int64_t per_task;     // pieces that a task takes
   bool heads_together;  // a piece of all heads, then the next; else all pieces of a head
+  bool packed;          // keys and values, before they are multiplied
   bool merged;          // by a round of its own; else a piece is all there is
 };
 
