@@ -119,7 +119,11 @@ class KeyQueryBlock {
     grad_key_ = grad_key;
     grad_value_ = grad_value;
   }
-  void set_mask_grad(MaskGrad<S> mask_grad) { mask_grad_ = mask_grad; }
+  void set_mask_grad(MaskGrad<S> mask_grad) {
+    mask_grad_ = mask_grad;
+    mask_pairs_ = S::kPaired && mask_grad.wanted() && !mask_grad.view().wide &&
+                  mask_grad.view().column_stride == 1 && params_.rule.softcap == 0;
+  }
 
   // Adds to the gradients what some query rows of a head give.
   void add_queries(int64_t head, Range rows, const QueryPack<S>& pack) {
@@ -177,6 +181,15 @@ class KeyQueryBlock {
       if (panel > begin) body(Range{begin, smaller(panel, query_count_)});
     }
   }
+  // body(keys) for every run of cells that the panel is live in.
+  template <typename Body>
+  ATTN_EXT_INLINE void each_live_key_run(int64_t panel, Body body) {
+    for (int64_t cell = part_.keys.begin; cell < part_.keys.end; cell += cell_size_) {
+      const int64_t begin = cell;
+      while (cell < part_.keys.end && live(cell, panel)) cell += cell_size_;
+      if (cell > begin) body(Range{begin, smaller(cell, key_count_)});
+    }
+  }
   // Columns of a panel that some key of the tile is seen by, from the panel's first on.
   Range panel_span(int64_t tile, int64_t panel) const {
     Range span = intersect(tile_span_[tile / S::kTileRows], {panel, panel + panel_width(panel)});
@@ -205,6 +218,8 @@ class KeyQueryBlock {
   void load_weight_grads_cell(int64_t cell, int64_t panel) const;
   void put_mask_grads(int64_t cell, int64_t panel) const;
   void put_mask_square(const T* grads, int64_t keys, int64_t place, int64_t queries) const;
+  void put_mask_pairs();
+  void put_pairs_square(const Operand* pairs, int64_t keys, Element* to, int64_t queries) const;
   void draw_dropout(int64_t panel);
 
   // cell.h
@@ -272,6 +287,7 @@ class KeyQueryBlock {
   const bool full_;          // any of what plain_cell and plain_row do not know
   const int64_t cell_size_;  // keys of a cell
   MaskGrad<S> mask_grad_;
+  bool mask_pairs_ = false;  // it is of dS as dQ reads it: rounded, in pairs of neighbouring keys
   int64_t batch_ = 0, key_head_ = 0, key_first_ = 0, key_count_ = 0;
   int64_t head_ = 0, query_first_ = 0, query_count_ = 0, padded_queries_ = 0;
   BlockPart part_{};  // queries up to a whole step
@@ -314,6 +330,7 @@ bool KeyQueryBlock<S>::make_grads(int64_t head, Range rows, const QueryPack<S>& 
     }
     if constexpr (S::kDepthStep > 1) clear_last_pairs(panel);
   }
+  if (mask_pairs_) put_mask_pairs();
   return true;
 }
 

@@ -178,7 +178,7 @@ void KeyQueryBlock<S>::clear_outside(int64_t cell, int64_t panel) {
 // The mask's gradient takes dS as it is, query and key what the softcap lets through of it.
 template <typename S>
 void KeyQueryBlock<S>::finish_side_grads(int64_t cell, int64_t panel) {
-  if (mask_grad_.wanted()) put_mask_grads(cell, panel);
+  if (mask_grad_.wanted() && !mask_pairs_) put_mask_grads(cell, panel);
   if (params_.rule.softcap == 0) return;
   for (int64_t r = cell; r < cell + cell_rows(cell); ++r) {
     const Range span = panel_span(round_down(r, S::kTileRows), panel);
@@ -264,7 +264,7 @@ void KeyQueryBlock<S>::run_plain_cell(int64_t cell, int64_t panel) {
   const auto run = [&](auto masked, auto select) {
     constexpr bool kMasked = decltype(masked)::value, kSelect = decltype(select)::value;
     if constexpr (S::kPaired) {
-      if (!mask_grad_.wanted()) return plain_paired_cell<kMasked, kSelect>(cell, panel);
+      if (!mask_grad_.wanted() || mask_pairs_) return plain_paired_cell<kMasked, kSelect>(cell, panel);
     }
     plain_cell<kMasked, kSelect>(cell, panel);
     finish_side_grads(cell, panel);

@@ -61,12 +61,8 @@ void KeyQueryBlock<S>::add_grad_query() {
   for (int64_t panel = part_.queries.begin; panel < part_.queries.end; panel += S::kPanel) {
     const int64_t width = panel_width(panel);
     bool begins = fresh;
-    for (int64_t cell = part_.keys.begin; cell < part_.keys.end;) {
-      int64_t end = cell;
-      while (end < part_.keys.end && live(end, panel)) end += cell_size_;
-      const Range run{cell / S::kDepth, depth_of<Product>(smaller(end, key_count_))};
-      cell = end + cell_size_;
-      if (is_empty(run)) continue;
+    each_live_key_run(panel, [&](Range keys) {
+      const Range run{keys.begin / S::kDepth, depth_of<Product>(keys.end)};
       TileArgs<Product> args{};
       args.depth = run.end - run.begin;
       args.left_stride = Product::kInRegisters ? 1 : left.row_stride;
@@ -84,7 +80,7 @@ void KeyQueryBlock<S>::add_grad_query() {
                : tile_function<Product, true>(rows, width)(args);
       }
       begins = false;
-    }
+    });
     if (begins) fill_span(queries_.grad_query + panel * dim, 0, dim * width, static_cast<T>(0));
   }
 }

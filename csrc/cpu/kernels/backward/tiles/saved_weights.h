@@ -52,7 +52,7 @@ void KeyQueryBlock<S>::run_saved_cell(int64_t cell, int64_t panel) {
   }
   load_weights_cell(cell, panel);
   const bool whole = is_whole(cell, panel);
-  if (whole && !mask_grad_.wanted()) {
+  if (whole && (!mask_grad_.wanted() || mask_pairs_)) {
     return mask_by_key_ || select_all_ ? saved_paired_cell<true>(cell, panel)
                                        : saved_paired_cell<false>(cell, panel);
   }

@@ -127,7 +127,7 @@ RowsAhead KeyQueryBlock<S>::mask_ahead(int64_t cell, int64_t panel) const {
 
 template <typename S>
 RowsAhead KeyQueryBlock<S>::mask_grad_ahead(int64_t cell, int64_t panel) const {
-  if (!mask_grad_.wanted()) return {};
+  if (!mask_grad_.wanted() || mask_pairs_) return {};
   const ResultView& view = mask_grad_.view();
   return rows_ahead(view, mask_grad_.data(), view.wide ? sizeof(T) : sizeof(Element), cell, panel);
 }
@@ -201,6 +201,52 @@ void KeyQueryBlock<S>::put_mask_square(const T* grads, int64_t keys, int64_t pla
     for (int64_t i = 0; i < S::kLane; ++i) to.put(place + i * row_stride, square[i], S::kLane);
   } else {
     for (int64_t i = 0; i < queries; ++i) to.put(place + i * row_stride, square[i], keys);
+  }
+}
+
+// dS of the block, as it was paired, into the mask's gradient.
+template <typename S>
+void KeyQueryBlock<S>::put_mask_pairs() {
+  constexpr int64_t kKeys = S::kLane * S::kDepth;
+  const int64_t row_stride = mask_grad_.view().row_stride, depth = depth_of<Product>(plan_.block_keys);
+  for (int64_t panel = part_.queries.begin; panel < part_.queries.end; panel += S::kPanel) {
+    const Operand* pairs = s_.grads_right + panel / S::kPanel * depth * S::kPanel;
+    const int64_t queries = smaller(S::kPanel, query_count_ - panel);
+    auto* rows = static_cast<Element*>(mask_grad_.data()) +
+                 mask_grad_.place(batch_, head_, query_first_ + panel, key_first_);
+    each_live_key_run(panel, [&](Range keys) {
+      for (int64_t q = 0; q < queries; q += S::kLane) {
+        for (int64_t k = keys.begin; k < keys.end; k += kKeys) {
+          put_pairs_square(pairs + k / S::kDepth * S::kPanel + q, smaller(kKeys, keys.end - k),
+                           rows + q * row_stride + k, smaller(S::kLane, queries - q));
+        }
+      }
+    });
+  }
+}
+
+// A square of lanes of pairs of keys (keys / 2, queries), turned around.
+template <typename S>
+void KeyQueryBlock<S>::put_pairs_square(const Operand* pairs, int64_t keys, Element* to,
+                                        int64_t queries) const {
+  constexpr int64_t kKeys = S::kLane * S::kDepth;
+  const int64_t row_stride = mask_grad_.view().row_stride;
+  Vec<T> square[kLanes<T>];
+  if (keys == kKeys && queries == S::kLane) {
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < S::kLane; ++i) square[i] = (Vec<T>)load(pairs + i * S::kPanel);
+    transpose_square<T>(square);
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < S::kLane; ++i) memcpy(to + i * row_stride, &square[i], sizeof(square[i]));
+    return;
+  }
+  const int64_t present = ceil_div(keys, S::kDepth);
+  for (int64_t i = 0; i < S::kLane; ++i) {
+    square[i] = i < present ? (Vec<T>)load(pairs + i * S::kPanel) : Vec<T>{};
+  }
+  transpose_square<T>(square);
+  for (int64_t i = 0; i < queries; ++i) {
+    memcpy(to + i * row_stride, &square[i], static_cast<size_t>(keys) * sizeof(Element));
   }
 }
 
