@@ -266,6 +266,20 @@ class TestResults:
     def test_gradients_are_accurate(self, op, case, name):
         assert_gradients_accurate(op, sized(case, name).build(torch.bfloat16))
 
+    @pytest.mark.parametrize("mask_shape", [(1,), (44, 1)])
+    @pytest.mark.parametrize("key_len", [2, 40])
+    def test_the_gradient_of_a_bias_that_all_keys_share_is_made_of_exact_weights(self, key_len, mask_shape):
+        case = Case(
+            "shared",
+            query=(3, 3, 3, 44, 4),
+            key=(3, 3, 3, key_len, 4),
+            value=(3, 3, 3, key_len, 1),
+            mask="bias",
+            mask_shape=mask_shape,
+            mask_dtype=torch.float32,
+        )
+        assert_gradients_accurate("sdpa_with_lse", case.build(torch.bfloat16))
+
     @pytest.mark.parametrize("layout", LAYOUTS)
     @pytest.mark.parametrize("name", ["tiles", "few_keys"])
     def test_gradients_of_any_layout_are_accurate(self, name, layout):

@@ -127,7 +127,10 @@ struct OutgoingGrads {
       const int64_t scores = sizes.batch * sizes.heads * sizes.query_len * sizes.key_len;
       mask_is_sum = args.attn_mask.numel() != scores || sizes.key_len == 1 ||
                     gradient_dtype(args, args.attn_mask) != args.query.scalar_type();
-      mask = with_huge_pages(at::empty(args.attn_mask.sizes(), mask_is_sum ? accumulated : options)).zero_();
+      mask = with_huge_pages(at::empty(args.attn_mask.sizes(), mask_is_sum ? accumulated : options));
+      if (mask_is_sum) {
+        mask.zero_();
+      }
     }
     if (wanted.sinks) {
       const int64_t sequences = args.sequences.defined() ? args.sequences.size(0) : 1;
@@ -145,6 +148,13 @@ struct OutgoingGrads {
   void add_slice(int64_t batch, int64_t batches, int threads) const {
     for (const OutgoingGrad* grad : {&query, &key, &value}) {
       grad->add_slice(batch, batches, threads);
+    }
+  }
+
+  /// For kernels that do not fill it.
+  void clear_mask_of_slice(int64_t batch, int64_t batches, int64_t all) const {
+    if (mask.defined() && !mask_is_sum) {
+      mask.view({all, -1}).narrow(0, batch, batches).zero_();
     }
   }
 
@@ -244,7 +254,11 @@ SdpaInputs backward_cpu(const SdpaOutputs& grads, const SdpaArgs& args, const Sa
       }
       run_problems(kernels_of(table->backward, dtype), problems);
     } else {
-      run_rounds(plan_call(kernels_of(table->backward, dtype), part, threads), threads);
+      const auto call = plan_call(kernels_of(table->backward, dtype), part, threads);
+      if (!call.plan.fills_mask_grad) {
+        outgoing.clear_mask_of_slice(batch, batches, sizes.batch);
+      }
+      run_rounds(call, threads);
     }
     outgoing.add_slice(batch, batches, threads);
   }

@@ -61,6 +61,20 @@ BackwardPath backward_path(const BackwardParams& params) {
   return path_of_shape<S>(params.shape);
 }
 
+// Whether the mask's gradient is dS as dQ reads it: rounded, in pairs of neighbouring keys.
+template <typename S>
+ATTN_EXT_INLINE bool mask_grad_in_pairs(const BackwardParams& params) {
+  const ResultView& grad = params.grad_mask;
+  return S::kPaired && grad.data != nullptr && !grad.wide && grad.column_stride == 1 &&
+         params.rule.softcap == 0;
+}
+
+// And whether tiles write all of it, 0 for what nobody sees. Windows leave out whole blocks.
+template <typename S>
+ATTN_EXT_INLINE bool tiles_fill_mask_grad(const BackwardParams& params) {
+  return mask_grad_in_pairs<S>(params) && params.rule.window_left < 0 && params.rule.window_right < 0;
+}
+
 // dS sums to 0 along a row only with the very delta that P dP gives: a bias that is the same for all keys has
 // nothing but such sums as its gradient.
 ATTN_EXT_INLINE bool needs_exact_delta(const BackwardParams& params) {

@@ -55,8 +55,9 @@ struct FewRowsPlan {
 
 struct BackwardPlan {
   BackwardPath path;
-  bool exact_delta;  // delta from P dP rather than from the output
-  bool streamed;     // the gradients of key and value are written past the caches
+  bool exact_delta;      // delta from P dP rather than from the output
+  bool streamed;         // the gradients of key and value are written past the caches
+  bool fills_mask_grad;  // every number of the mask's gradient is written: nobody has to clear it
   ChainsPlan chains;
   TilesPlan tiles;
   FewKeysPlan few_keys;

@@ -124,9 +124,9 @@ struct BackwardParams : CallParams {
   TensorView grad_weights;                      // (B, Hq, Lq, Lk)
   TensorView grad_key_mass;                     // (B, Hq, 1, Lk), T
   ResultView grad_query, grad_key, grad_value;  // as query, key, value with all of B
-  // Zeroed by the caller. Wide: sums to be added to, strides of 0 where the mask broadcasts; else each number
-  // is written once at most, in the query's dtype, which takes a mask that broadcasts over nothing, and more
-  // than one key.
+  // Zeroed by the caller, but where the plan fills it. Wide: sums to be added to, strides of 0 where the mask
+  // broadcasts; else each number is written once at most, in the query's dtype, which takes a mask that
+  // broadcasts over nothing, and more than one key.
   ResultView grad_mask;
   int64_t grad_mask_size = 0;  // elements from grad_mask.data on
   void* grad_sinks = nullptr;  // (B, Hq) contiguous, T; written

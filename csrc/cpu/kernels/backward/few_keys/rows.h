@@ -314,12 +314,12 @@ void FewKeysUnit<S>::finish_bad_rows(int64_t first, int64_t begin, int64_t end) 
 }
 
 // With NaN or Inf about, a weight of 0 does not tell what is hidden from what is small: only in dO it shows.
-// The gradient of sinks is in float, and made of the rows' sums.
+// The gradient of sinks is in float, and made of the rows' sums, as is that of a mask that all keys share.
 template <typename S>
 bool FewKeysUnit<S>::reads_weights(int64_t first, int64_t count) const {
   return kReadsWeights<S> && params_.weights.data != nullptr && !full_ && wants_grads_ &&
-         params_.grad_sinks == nullptr && stride_ / S::kLane <= kPlainVectors && !pack_.bad_keys &&
-         !pack_.bad_values && !bad_queries_ &&
+         params_.grad_sinks == nullptr && !needs_exact_delta(params_) &&
+         stride_ / S::kLane <= kPlainVectors && !pack_.bad_keys && !pack_.bad_values && !bad_queries_ &&
          !any_far(lse_rows<S>(params_, unit_.batch, head_) + first, count);
 }
 

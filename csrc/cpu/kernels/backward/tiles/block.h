@@ -119,11 +119,7 @@ class KeyQueryBlock {
     grad_key_ = grad_key;
     grad_value_ = grad_value;
   }
-  void set_mask_grad(MaskGrad<S> mask_grad) {
-    mask_grad_ = mask_grad;
-    mask_pairs_ = S::kPaired && mask_grad.wanted() && !mask_grad.view().wide &&
-                  mask_grad.view().column_stride == 1 && params_.rule.softcap == 0;
-  }
+  void set_mask_grad(MaskGrad<S> mask_grad) { mask_grad_ = mask_grad; }
 
   // Adds to the gradients what some query rows of a head give.
   void add_queries(int64_t head, Range rows, const QueryPack<S>& pack) {
@@ -283,11 +279,11 @@ class KeyQueryBlock {
   const TilesPlan& plan_;
   const KeyQueryScratch<S>& s_;
   const ScoreUnits<T> units_;
-  const bool wants_grads_;   // of the scores: for query, key or mask
-  const bool full_;          // any of what plain_cell and plain_row do not know
-  const int64_t cell_size_;  // keys of a cell
+  const bool wants_grads_;              // of the scores: for query, key or mask
+  const bool full_;                     // any of what plain_cell and plain_row do not know
+  const bool mask_pairs_, fills_mask_;  // plan.h
+  const int64_t cell_size_;             // keys of a cell
   MaskGrad<S> mask_grad_;
-  bool mask_pairs_ = false;  // it is of dS as dQ reads it: rounded, in pairs of neighbouring keys
   int64_t batch_ = 0, key_head_ = 0, key_first_ = 0, key_count_ = 0;
   int64_t head_ = 0, query_first_ = 0, query_count_ = 0, padded_queries_ = 0;
   BlockPart part_{};  // queries up to a whole step
@@ -318,11 +314,16 @@ KeyQueryBlock<S>::KeyQueryBlock(const BackwardParams& params, const TilesPlan& p
                    params.grad_mask.data != nullptr),
       full_(params.dropout.enabled || params.rule.softcap > 0 || params.grad_weights.data != nullptr ||
             params.grad_key_mass.data != nullptr || params.grad_output.data == nullptr),
+      mask_pairs_(mask_grad_in_pairs<S>(params)),
+      fills_mask_(tiles_fill_mask_grad<S>(params)),
       cell_size_(cell_rows_of<S>(params)) {}
 
 template <typename S>
 bool KeyQueryBlock<S>::make_grads(int64_t head, Range rows, const QueryPack<S>& pack, const BlockPart& part) {
-  if (!set_block(head, rows, pack, part)) return false;
+  if (!set_block(head, rows, pack, part)) {
+    if (fills_mask_) put_mask_pairs();
+    return false;
+  }
   for (int64_t panel = part_.queries.begin; panel < part_.queries.end; panel += S::kPanel) {
     if (params_.dropout.enabled) draw_dropout(panel);
     for (int64_t cell = part_.keys.begin; cell < part_.keys.end; cell += cell_size_) {

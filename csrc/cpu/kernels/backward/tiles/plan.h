@@ -12,6 +12,7 @@ void Tiles<S>::plan(const BackwardParams& params, int threads, BackwardPlan& pla
   TilesPlan& tiles = plan.tiles;
   plan.exact_delta = needs_exact_delta(params);
   plan.streamed = streams_key_gradients<S>(shape);
+  plan.fills_mask_grad = tiles_fill_mask_grad<S>(params);
   plan_blocks(shape, tiles);
   plan_families(shape, params.grad_mask.data != nullptr ? &params.grad_mask : nullptr, plan.chains);
   plan_segments(params, plan.chains, tiles);
