@@ -109,6 +109,15 @@ class Tiles {
   Range key_rows(int64_t block) const { return block_rows(shape_.key_len, plan_.block_keys, block); }
   int64_t head_of(Unit unit, int64_t group_head) const { return unit.key_head * group_ + group_head; }
 
+  // Of some query blocks those that may see any of these keys, as far as the window goes. A gradient of a
+  // mask that is filled wants to hear of all of them, and has no window.
+  Range seen_blocks(Range keys, Range blocks) const {
+    const Range first = window_queries(params_.rule, shape_.query_len, keys.begin);
+    const Range last = window_queries(params_.rule, shape_.query_len, keys.end - 1);
+    if (last.end <= first.begin) return {blocks.begin, blocks.begin};
+    return intersect(blocks, {first.begin / plan_.block_queries, ceil_div(last.end, plan_.block_queries)});
+  }
+
   void pack_queries(Unit unit, int64_t group_head, int64_t block) const {
     pack_query_block<S>(params_, plan_, memory_.query_pack(group_head, block), unit.batch,
                         head_of(unit, group_head), query_rows(block), exact_delta_, cleaned_);
@@ -202,12 +211,15 @@ void Tiles<S>::run_unit(KeyQueryBlock<S>& scores, Unit unit) const {
     for (int64_t t = 0; t < plan_.segments * plan_.segments; ++t) {
       const int64_t i = t % plan_.segments, phase = t / plan_.segments;
       const Range keys = segment(plan_.key_blocks, i);
-      const Range queries = segment(plan_.query_blocks, (i + phase) % plan_.segments);
+      const Range all = segment(plan_.query_blocks, (i + phase) % plan_.segments);
       for (int64_t block = keys.begin; block < keys.end; ++block) {
+        const Range queries = seen_blocks(key_rows(block), all);
         if (!keeps) pack_keys(unit, block);
         set_keys(scores, unit, block);
         if (keeps) {
           run_key_block(scores, unit, head, queries);
+        } else if (is_empty(queries)) {
+          store_key_block(unit, block);
         } else {
           run_key_block(scores, unit, head, {queries.begin, queries.end - 1});
           finish_key_block(scores, unit, block, queries.end - 1);
