@@ -28,12 +28,12 @@ def work() -> None:
     """A build's process: reads {"cell", "mode", "dtype", "seconds"} a line, answers with a block's times."""
     import torch
 
-    from attn_ext.benchmark.cells import DTYPES, GRID, make_problem
+    from attn_ext.benchmark.cells import DTYPES, GRID, OUTSIDE, make_problem
     from attn_ext.benchmark.peers import available
     from attn_ext.benchmark.timing import Timing
 
     ours = next(contender for contender in available([]) if contender.name == "attn_ext")
-    cells = {cell.name: cell for cell in GRID}
+    cells = {cell.name: cell for cell in (*GRID, *OUTSIDE)}
     call, current = None, None
     for line in sys.stdin:
         wanted = json.loads(line)
@@ -121,6 +121,7 @@ def main() -> None:
     parser.add_argument("old", type=Path, metavar="OLD")
     parser.add_argument("new", type=Path, metavar="NEW")
     parser.add_argument("--cells", nargs="+", default=["*"], help="patterns of names; default: all")
+    parser.add_argument("--outside", action="store_true", help="cells outside of the grid instead")
     parser.add_argument("--modes", nargs="+", default=["fwd", "bwd"])
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16", "float16"])
     parser.add_argument("--threads", type=int, default=os.cpu_count())
@@ -131,9 +132,10 @@ def main() -> None:
     options = parser.parse_args()
     options.old, options.new = options.old.resolve(), options.new.resolve()
     sys.path.insert(0, str(options.new))
-    from attn_ext.benchmark.cells import GRID
+    from attn_ext.benchmark.cells import GRID, OUTSIDE
 
-    cells = [c.name for c in GRID if any(fnmatch(c.name, pattern) for pattern in options.cells)]
+    chosen = OUTSIDE if options.outside else GRID
+    cells = [c.name for c in chosen if any(fnmatch(c.name, pattern) for pattern in options.cells)]
     names = [(cell, mode, dtype) for mode in options.modes for dtype in options.dtype for cell in cells]
     slower = []
     print("| cell | mode | dtype | old | new | new / old | of the pairs |")
