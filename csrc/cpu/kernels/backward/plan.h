@@ -1,4 +1,4 @@
-// Which path a backward call takes: by the shape of one head alone, since bits hang on it.
+// Which path a backward call takes: by the shape of one group of heads alone, since bits hang on it.
 #pragma once
 
 #include "../interface/backward.h"
