@@ -26,7 +26,7 @@ import torch
 
 import attn_ext
 from attn_ext import _C
-from attn_ext.benchmark.cells import DTYPES, GRID, Cell, Problem, Shape, make_problem
+from attn_ext.benchmark.cells import DTYPES, GRID, OUTSIDE, Cell, Problem, Shape, make_problem
 
 #: Cells and their efficiency at 64 threads, at the least.
 WANTED = {
@@ -37,10 +37,7 @@ WANTED = {
     "bias-1024": 0.8,
     "decode-32768": 0.9,
 }
-OWN = [
-    Cell("bias-1024", Shape(1, 12, 12, 1024, 1024, 64, 64), "bias"),
-    Cell("decode-32768", Shape(1, 32, 8, 1, 32768, 128, 128)),
-]
+OWN = [Cell("decode-32768", Shape(1, 32, 8, 1, 32768, 128, 128))]
 #: Seconds of work, then whether it waits for a lane or sets it, the lane (-1: the task's end), the number.
 Step = tuple[float, bool, int, int]
 Rounds = list[list[list[Step]]]
@@ -140,7 +137,7 @@ def with_progress(cases: list[tuple[Cell, str, str]]) -> Iterable[tuple[Cell, st
 
 
 def main() -> None:
-    cells = {cell.name: cell for cell in [*GRID, *OWN]}
+    cells = {cell.name: cell for cell in [*GRID, *OUTSIDE, *OWN]}
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cells", nargs="+", choices=cells, default=list(WANTED), metavar="NAME")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])

@@ -181,3 +181,58 @@ def test_a_few_rows_have_the_same_bits_in_a_large_group_over_pages(cache_dtype, 
     whole = cache.attend(query, enable_gqa=True)
     for heads in (slice(0, 2), slice(19, 20)):
         assert torch.equal(cache.attend(query[:, heads], enable_gqa=True), whole[:, heads])
+
+
+# (Hq, Hkv, Lq): heads of a group whose rows the backward pass takes side by side
+JOINED_HEADS = [(8, 1, 5), (6, 2, 40), (32, 2, 1), (4, 2, 200)]
+by_joined_heads = pytest.mark.parametrize(("heads", "key_heads", "query_len"), JOINED_HEADS)
+
+
+def gradients_of_joined_heads(query, key, value, grad, mask=None):
+    leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+    output, lse = attn_ext.sdpa_with_lse(*leaves, attn_mask=mask, enable_gqa=True)
+    return torch.autograd.grad([output, lse], leaves, [grad, grad[..., 0].float().to(lse.dtype)])
+
+
+@by_dtype
+@by_joined_heads
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients_of_joined_heads_have_the_same_bits(masked, heads, key_heads, query_len, dtype):
+    query, grad = (torch.randn(2, heads, query_len, dim).to(dtype) for dim in (24, 20))
+    key, value = (torch.randn(2, key_heads, 2700, dim).to(dtype) for dim in (24, 20))
+    mask = torch.rand(2, 1, 1, 2700) > 0.3 if masked else None
+    tensors = query, key, value, grad
+    expected = on_threads(1, lambda: gradients_of_joined_heads(*tensors, mask))
+    one_batch = gradients_of_joined_heads(*(x[1:] for x in tensors), mask[1:] if masked else None)
+    rows_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
+    for name, got in {
+        "3 threads": on_threads(3, lambda: gradients_of_joined_heads(*tensors, mask)),
+        "64 threads": on_threads(64, lambda: gradients_of_joined_heads(*tensors, mask)),
+        "rows before heads": gradients_of_joined_heads(*rows_first, mask),
+    }.items():
+        assert all(map(torch.equal, got, expected)), name
+    assert all(torch.equal(a, b[1:]) for a, b in zip(one_batch, expected, strict=True))
+
+
+@by_dtype
+@by_joined_heads
+def test_gradients_of_joined_heads_have_the_same_bits_packed(heads, key_heads, query_len, dtype):
+    lengths = query_len, query_len + 1, 300
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    key_offsets = 2700 * torch.arange(4)
+    query, grad = (torch.randn(int(offsets[-1]), heads, dim).to(dtype) for dim in (24, 20))
+    key, value = (torch.randn(8100, key_heads, dim).to(dtype) for dim in (24, 20))
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    output = attn_ext.sdpa_packed(*leaves, offsets, key_offsets, enable_gqa=True)
+    got = torch.autograd.grad(output, leaves, grad)
+    for i in range(3):
+        rows, keys = slice(*offsets[i : i + 2]), slice(*key_offsets[i : i + 2])
+        parts = [
+            x.detach()[at].transpose(0, 1).requires_grad_()
+            for x, at in zip(leaves, (rows, keys, keys), strict=True)
+        ]
+        with attn_ext.save_weights_for_backward(False):
+            alone = attn_ext.sdpa(*parts, enable_gqa=True)
+        expected = torch.autograd.grad(alone, parts, grad[rows].transpose(0, 1))
+        for whole, part, at in zip(got, expected, (rows, keys, keys), strict=True):
+            assert torch.equal(whole[at].transpose(0, 1), part)

@@ -1,6 +1,7 @@
 // The backward kernels against a plain double-precision loop, on one instruction set after the other. Every
 // tensor lies between guard pages; what is not a tensor's own begins as NaN; tasks run in a mixed order.
 #include <functional>
+#include <set>
 
 #include "support.h"
 
@@ -318,6 +319,8 @@ void set_params(const Case& c, Problem& in) {
   }
 }
 
+std::set<cpu::BackwardPath> paths;  // that cases have taken
+
 Gradients run(const Case& c, const cpu::KernelTable& table, const Problem& in, int threads, bool wide = false,
               bool one_takes_turns = false) {
   const Placement dense{.edge = c.placement.edge};
@@ -331,7 +334,7 @@ Gradients run(const Case& c, const cpu::KernelTable& table, const Problem& in, i
     p.grad_mask = {g.mask.view, wide || sums_mask_grad(c)};
     p.grad_mask_size = g.mask.sizes[0] * g.mask.sizes[1] * g.mask.sizes[2] * g.mask.sizes[3];
   }
-  run_backward(table, p, threads, one_takes_turns);
+  paths.insert(run_backward(table, p, threads, one_takes_turns).path);
   return g;
 }
 
@@ -434,7 +437,10 @@ void run_case(const cpu::KernelSet& isa, const Case& base, ScalarKind dtype) {
             name + which + ": other bits " + how);
     };
     check_bits(run(c, *isa.kernels, in, 7), "with other threads");
-    if ((c.query_len >= 512 && c.key_len >= 512) || (c.query_len > 128 && c.key_len <= 128)) {
+    const bool joins = c.query_heads > c.key_heads && c.query_len * c.query_heads > 24 * c.key_heads;
+    const bool segments = c.query_len >= 512 && c.key_len >= 512;
+    const bool few_keys = c.query_len > 128 && c.key_len <= 128;
+    if (segments || few_keys || joins || c.key_len > 3000) {
       check_bits(run(c, *isa.kernels, in, 7, false, true), "where one thread does what was cut for seven");
       check_bits(run(c, *isa.kernels, in, 160), "with many threads");
     }
@@ -855,6 +861,117 @@ void add_few_rows(const Add& add) {
   });
 }
 
+// Heads of a group whose rows go through tiles side by side, where nothing tells them apart.
+void add_joined_heads(const Add& add) {
+  const auto joined = [&](const char* name, const std::function<void(Case&)>& change) {
+    add((std::string("joined heads ") + name).c_str(), [&](Case& c) {
+      sized(c, 13, 601, 24, 40);
+      c.batch = 2;
+      c.query_heads = 6;
+      change(c);
+    });
+  };
+  joined("plain", [](Case&) {});
+  joined("of one row", [](Case& c) {
+    sized(c, 1, 601, 72, 33);
+    c.query_heads = 70;
+  });
+  joined("of one row under a mask of rows", [](Case& c) {
+    sized(c, 1, 601, 24, 40);
+    c.query_heads = 70;
+    c.mask = "rc";
+  });
+  joined("of several blocks", [](Case& c) { sized(c, 110, 301, 24, 40); });
+  joined("past the caches", [](Case& c) {
+    sized(c, 5, 9001, 37, 83);
+    c.query_heads = 12;
+  });
+  joined("of no features", [](Case& c) { sized(c, 13, 230, 0, 8); });
+  joined("of no values", [](Case& c) { sized(c, 13, 230, 8, 0); });
+  joined("beside each other", [](Case& c) {
+    c.placement.order = "brhc";
+    c.grad_lse = true;
+  });
+  joined("columns apart", [](Case& c) { c.placement.order = "bhcr"; });
+  joined("rows apart", [](Case& c) { c.placement.gap = 5; });
+  joined("softcap and lse", [](Case& c) {
+    c.rule.softcap = 2.5;
+    c.grad_lse = true;
+  });
+  joined("lse only", [](Case& c) {
+    c.grad_output = false;
+    c.grad_lse = true;
+  });
+  joined("expanded", [](Case& c) { c.expanded = c.grad_lse = true; });
+  joined("negative scale", [](Case& c) { c.rule.scale = -0.5; });
+  for (int i = 0; i < 3; ++i) {
+    joined("one gradient", [=](Case& c) { c.query = i == 0, c.key = i == 1, c.value = i == 2; });
+  }
+  for (const char* dims : {"c", "bc", "b", "rc", "h"}) {
+    for (const ScalarKind kind : {ScalarKind::kBool, ScalarKind::kFloat32, ScalarKind::kNone}) {
+      joined((std::string("mask ") + dims).c_str(), [=](Case& c) {
+        c.mask = dims;
+        c.mask_kind = kind;
+      });
+    }
+  }
+  for (const double density : {0.0, 0.01}) {
+    joined("few or no keys", [=](Case& c) {
+      c.mask = "bc";
+      c.mask_density = density;
+    });
+  }
+  for (const ScalarKind kind : {ScalarKind::kBool, ScalarKind::kFloat32}) {
+    joined("masked NaN and Inf", [=](Case& c) {
+      c.masked_keys = 37;
+      c.mask = "c";
+      c.mask_kind = kind;
+    });
+  }
+  for (const double far : {-1e9, -3.4028234663852886e38}) {
+    joined("far rows", [=](Case& c) {
+      sized(c, 1, 601, 16, 16);
+      c.batch = 1;
+      c.query_heads = 70;
+      c.mask = "c";
+      c.mask_kind = ScalarKind::kFloat32;
+      c.far_bias = far;
+    });
+  }
+}
+
+// One block of query rows against many blocks of keys, which tasks share.
+void add_many_blocks(const Add& add) {
+  const auto many = [&](const char* name, const std::function<void(Case&)>& change) {
+    add((std::string("many blocks ") + name).c_str(), [&](Case& c) {
+      sized(c, 37, 3200, 8, 8);
+      change(c);
+    });
+  };
+  many("plain", [](Case&) {});
+  many("of joined heads", [](Case& c) { c.query_heads = 6; });
+  many("of a whole block", [](Case& c) { sized(c, 256, 3073, 8, 16); });
+  many("under a window", [](Case& c) {
+    c.rule.window_left = 200, c.rule.window_right = 3;
+    c.rule.query_offset = 1500;
+  });
+  many("with sinks and dropout", [](Case& c) {
+    c.sinks = c.grad_lse = true;
+    c.dropout = 0.3;
+  });
+  many("with gradients of weights", [](Case& c) { c.grad_weights = true; });
+  many("some masked", [](Case& c) {
+    c.mask = "rc";
+    c.mask_density = 0.05;
+  });
+  many("with far rows", [](Case& c) {
+    c.mask = "rc";
+    c.mask_kind = ScalarKind::kFloat32;
+    c.far_bias = -1e9;
+  });
+  many("without the query's gradient", [](Case& c) { c.query = false; });
+}
+
 // Many heads of a few rows and keys: up to 16 of both they have a way of their own.
 void add_small_heads(const Add& add) {
   const auto heads = [&](const char* name, const std::function<void(Case&)>& change) {
@@ -934,6 +1051,8 @@ std::vector<Case> cases() {
   add_masks(add);
   add_gradients(add);
   add_few_rows(add);
+  add_joined_heads(add);
+  add_many_blocks(add);
   add_small_heads(add);
   // Few keys have a way of their own: the same again with many.
   for (size_t i = 0, count = all.size(); i < count; ++i) {
@@ -962,11 +1081,16 @@ int64_t run_all(const cpu::KernelSet& isa, Selection selection) {
   constexpr ScalarKind kDtypes[] = {ScalarKind::kFloat64, ScalarKind::kFloat32, ScalarKind::kBFloat16,
                                     ScalarKind::kFloat16};
   int64_t count = 0;
-  for (const Case& c : cases()) {
-    for (const ScalarKind dtype : kDtypes) {
-      if (!has_own_kernels(isa, dtype) || !selection.takes(c.name)) continue;
+  for (const ScalarKind dtype : kDtypes) {
+    if (!has_own_kernels(isa, dtype)) continue;
+    paths.clear();
+    for (const Case& c : cases()) {
+      if (!selection.takes(c.name)) continue;
       run_case(isa, c, dtype);
       ++count;
+    }
+    if (selection.is_whole()) {
+      check(paths.size() == cpu::kBackwardPaths, std::string(isa.name) + ": a path that no case takes");
     }
   }
   return count;

@@ -23,7 +23,8 @@ bool saves_weights(const AttentionShape& shape) {
   if (!kReadsWeights<S> || shape.key_heads == 0) return false;
   const BackwardPath path = path_of_shape<S>(shape);
   const int64_t rows = group_size(shape) * shape.query_len;
-  return (path == BackwardPath::kTiles || path == BackwardPath::kFewKeys) &&
+  return (path == BackwardPath::kTiles || path == BackwardPath::kJoinedHeads ||
+          path == BackwardPath::kFewKeys) &&
          writes_weights_in_passing(shape) &&
          rows * shape.key_len <= (rows + shape.key_len) * (shape.head_dim + shape.value_dim);
 }

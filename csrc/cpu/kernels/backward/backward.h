@@ -4,7 +4,9 @@
 #include "few_keys/rows.h"
 #include "few_keys/tasks.h"
 #include "few_rows/tasks.h"
+#include "joined_heads.h"
 #include "plan.h"
+#include "tiles/blocks_apart.h"
 #include "tiles/cell.h"
 #include "tiles/plan.h"
 #include "tiles/products.h"
@@ -35,6 +37,9 @@ constexpr Way<BackwardParams, BackwardPlan> backward_way(BackwardPath path) {
       else
         return {FewKeys<WideScheme<S>>::plan, FewKeys<WideScheme<S>>::tasks, FewKeys<WideScheme<S>>::run,
                 FewKeys<WideScheme<S>>::lanes, FewKeys<WideScheme<S>>::run_in_turn};
+    case BackwardPath::kJoinedHeads:
+      return {JoinedHeads<S>::plan, JoinedHeads<S>::tasks, JoinedHeads<S>::run, Tiles<S>::lanes,
+              JoinedHeads<S>::run_in_turn};
   }
   return {};
 }

@@ -44,8 +44,32 @@ ATTN_EXT_INLINE bool streams_key_gradients(const AttentionShape& shape) {
 template <typename S>
 constexpr bool kReadsWeights = S::kPaired&& S::Product::kInRegisters;
 
+// Rows of heads that would be one block of queries each, and leave some or most of its columns idle, share
+// their blocks.
+constexpr int64_t kJoinedRows = 256;
 template <typename S>
-BackwardPath path_of_shape(const AttentionShape& shape) {
+ATTN_EXT_INLINE bool joins_heads(const AttentionShape& shape) {
+  const int64_t group = group_size(shape);
+  if (group == 1 || shape.query_len > kJoinedRows) return false;
+  AttentionShape joined = shape;
+  joined.query_heads = shape.key_heads;
+  joined.query_len = group * shape.query_len;
+  return joined.query_len > backward_few_rows<S>(joined);
+}
+
+// Whether nothing tells the rows of a group's heads apart.
+ATTN_EXT_INLINE bool can_join_heads(const BackwardParams& params) {
+  const ScoreRule& rule = params.rule;
+  const bool same_mask =
+      rule.mask_kind == ScalarKind::kNone ||
+      (rule.mask.head_stride == 0 && (rule.mask.row_stride == 0 || params.shape.query_len == 1));
+  return same_mask && rule.window_left < 0 && rule.window_right < 0 && rule.sinks_kind == ScalarKind::kNone &&
+         !params.dropout.enabled && params.delta == nullptr && params.grad_mask.data == nullptr &&
+         params.grad_weights.data == nullptr && params.grad_key_mass.data == nullptr;
+}
+
+template <typename S>
+BackwardPath path_of_shape(const AttentionShape& shape, bool can_join = true) {
   // Before few rows: delta comes from the weights there, not from a rounded output, and with few keys nothing
   // averages that rounding out.
   if (shape.key_len > 0 && shape.key_len <= kFewKeys) {
@@ -53,12 +77,13 @@ BackwardPath path_of_shape(const AttentionShape& shape) {
                        shape.head_dim <= kSmallDim && shape.value_dim <= kSmallDim;
     return small ? BackwardPath::kSmallHeads : BackwardPath::kFewKeys;
   }
+  if (can_join && shape.key_len > 0 && joins_heads<S>(shape)) return BackwardPath::kJoinedHeads;
   return shape.query_len <= backward_few_rows<S>(shape) ? BackwardPath::kFewRows : BackwardPath::kTiles;
 }
 
 template <typename S>
 BackwardPath backward_path(const BackwardParams& params) {
-  return path_of_shape<S>(params.shape);
+  return path_of_shape<S>(params.shape, can_join_heads(params));
 }
 
 // Whether the mask's gradient is dS as dQ reads it: rounded, in pairs of neighbouring keys.

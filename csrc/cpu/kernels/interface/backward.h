@@ -7,12 +7,13 @@
 namespace attn_ext::cpu {
 
 enum class BackwardPath : int8_t {
-  kTiles,       // blocks of keys against blocks of queries, packed
-  kFewRows,     // a handful of query rows, many keys: keys and values read once, unpacked, in pieces
-  kFewKeys,     // so few keys that whole rows of weights stay in the nearest cache
-  kSmallHeads,  // few rows and few keys: as few keys, in floats whatever the elements are
+  kTiles,        // blocks of keys against blocks of queries, packed
+  kFewRows,      // a handful of query rows, many keys: keys and values read once, unpacked, in pieces
+  kFewKeys,      // so few keys that whole rows of weights stay in the nearest cache
+  kSmallHeads,   // few rows and few keys: as few keys, in floats whatever the elements are
+  kJoinedHeads,  // tiles, the rows of a group's heads side by side as if they were one head's
 };
-constexpr int kBackwardPaths = 4;
+constexpr int kBackwardPaths = 5;
 
 // Batches and key heads are the units of work. Units whose gradients meet in the same mask gradient are a
 // family; a chain is what of a family adds to one copy of that gradient, unit after unit.
@@ -32,6 +33,8 @@ struct TilesPlan {
   int64_t block_keys, block_queries;  // of a block
   int64_t key_blocks, query_blocks;   // of a head
   int64_t segments;                   // of keys and of queries
+  bool blocks_apart;                  // dQ of each key block by itself, then their sum
+  int64_t chain_tasks;                // that share the blocks of a chain then; 1: it is a task
   bool in_turn;                       // parts of blocks are tasks of their own; packs are shared
   int64_t key_parts, query_parts;     // of a block, a task each
   int64_t pack_tasks, row_tasks, part_tasks, store_tasks;  // in this order
@@ -53,6 +56,12 @@ struct FewRowsPlan {
   int64_t term_tasks, piece_tasks, merge_tasks, mask_tasks;
 };
 
+// Rows that cannot be read, or written, as one head's where they lie go by way of copies in shared memory.
+struct JoinedHeadsPlan {
+  int64_t copy_tasks, store_tasks;
+  int64_t copied_bytes;
+};
+
 struct BackwardPlan {
   BackwardPath path;
   bool exact_delta;      // delta from P dP rather than from the output
@@ -62,6 +71,7 @@ struct BackwardPlan {
   TilesPlan tiles;
   FewKeysPlan few_keys;
   FewRowsPlan few_rows;
+  JoinedHeadsPlan joined_heads;
   int64_t rounds;
   int64_t shared_bytes, thread_bytes;
 };

@@ -7,45 +7,52 @@
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
 template <typename S>
-void Tiles<S>::plan(const BackwardParams& params, int threads, BackwardPlan& plan) {
+void Tiles<S>::plan(const BackwardParams& params, const BackwardParams& given, int threads,
+                    BackwardPlan& plan) {
   const AttentionShape& shape = params.shape;
   TilesPlan& tiles = plan.tiles;
   plan.exact_delta = needs_exact_delta(params);
   plan.streamed = streams_key_gradients<S>(shape);
   plan.fills_mask_grad = tiles_fill_mask_grad<S>(params);
-  plan_blocks(shape, tiles);
+  plan_blocks(params, tiles);
   plan_families(shape, params.grad_mask.data != nullptr ? &params.grad_mask : nullptr, plan.chains);
   plan_segments(params, plan.chains, tiles);
   plan.rounds = 3;
   plan_parts(params, threads, plan);
-  tiles.in_turn = takes_turns(params, threads, plan);
-  if (tiles.in_turn) plan_turns(params, plan);
+  plan_chain_tasks(given, threads, plan);
+  tiles.in_turn = !tiles.blocks_apart && takes_turns(params, threads, plan);
+  if (tiles.in_turn) plan_turns(params, given, plan);
 
   UnitMemory<S> memory(shape, tiles);
-  plan.shared_bytes =
-      packed_bytes(shape, tiles, memory) + MaskCopies<T>::bytes(plan.chains, params.grad_mask_size);
+  plan.shared_bytes = packed_bytes(shape, tiles, memory) + partial_bytes(shape, plan) +
+                      MaskCopies<T>::bytes(plan.chains, params.grad_mask_size);
   Arena arena{nullptr, 0};
   take<Element>(arena, cleaned_size<S>(shape, tiles));
   take_key_query_scratch<S>(arena, params, tiles.block_keys, tiles.block_queries);
   if (!tiles.in_turn) memory.take_from(arena);
+  if (tiles.blocks_apart) take<T>(arena, query_sums_size(shape, tiles));
   plan.thread_bytes = arena.used;
 }
 
 template <typename S>
 int64_t Tiles<S>::tasks(const BackwardPlan& plan, int64_t round) {
   if (round == 0) return plan.chains.mask_copies > 1 ? 1 : 0;
-  if (round == 2) return MaskCopies<T>::sum_tasks(plan.chains);
   const TilesPlan& tiles = plan.tiles;
+  if (round == 2) return tiles.chain_tasks > 1 ? plan.chains.count : MaskCopies<T>::sum_tasks(plan.chains);
   return tiles.in_turn ? tiles.pack_tasks + tiles.row_tasks + tiles.part_tasks + tiles.store_tasks
-                       : plan.chains.count;
+                       : plan.chains.count * tiles.chain_tasks;
 }
 
-// Blocks of nearly equal size, in whole cells and panels.
+// Blocks of nearly equal size, in whole cells and panels. Where a head's rows are one block, all blocks of
+// keys would add to its dQ in turn, a fifth of their work, and no more threads than some ten would have any.
 template <typename S>
-void Tiles<S>::plan_blocks(const AttentionShape& shape, TilesPlan& plan) {
+void Tiles<S>::plan_blocks(const BackwardParams& params, TilesPlan& plan) {
+  const AttentionShape& shape = params.shape;
   const int64_t most_queries = round_down(smaller(kBackwardQueries, kMaxBackwardQueries), S::kPanel);
-  plan.key_blocks = ceil_div(shape.key_len, kBackwardKeys<S>);
   plan.query_blocks = ceil_div(shape.query_len, most_queries);
+  plan.key_blocks = ceil_div(shape.key_len, kBackwardKeys<S>);
+  plan.blocks_apart = group_size(shape) == 1 && plan.query_blocks == 1 && plan.key_blocks >= kManyBlocks &&
+                      params.grad_mask.data == nullptr;
   plan.block_keys = round_up(ceil_div(shape.key_len, larger(1, plan.key_blocks)), kCellRows<S>);
   plan.block_queries = round_up(ceil_div(shape.query_len, larger(1, plan.query_blocks)),
                                 plan.query_blocks > 1 ? S::kPanel : S::kSpan);
@@ -63,6 +70,17 @@ void Tiles<S>::plan_segments(const BackwardParams& params, ChainsPlan& chains, T
   if (shares_one_number(params)) return;
   plan.segments = smaller(ceil_div(kManyTasks, chains.count), most);
   plan.segments = larger(1, smaller(plan.segments, smaller(plan.key_blocks, plan.query_blocks)));
+}
+
+// Tasks that share a chain pack its queries each, and none of them sees whole rows.
+template <typename S>
+void Tiles<S>::plan_chain_tasks(const BackwardParams& given, int threads, BackwardPlan& plan) {
+  constexpr int64_t kTasksOfThread = 4;
+  TilesPlan& tiles = plan.tiles;
+  tiles.chain_tasks = 1;
+  if (!tiles.blocks_apart || !turns_save_time(plan.chains, tiles.key_blocks, threads)) return;
+  if (plan.exact_delta || any_far<T>(given)) return;
+  tiles.chain_tasks = smaller(tiles.key_blocks, ceil_div(kTasksOfThread * threads, plan.chains.count));
 }
 
 // Whole chains are the better tasks, their packs stay in the caches, but not if threads run out of them.
@@ -93,13 +111,13 @@ void Tiles<S>::plan_parts(const BackwardParams& params, int threads, BackwardPla
 }
 
 template <typename S>
-void Tiles<S>::plan_turns(const BackwardParams& params, BackwardPlan& plan) {
+void Tiles<S>::plan_turns(const BackwardParams& params, const BackwardParams& given, BackwardPlan& plan) {
   const AttentionShape& shape = params.shape;
   TilesPlan& tiles = plan.tiles;
   const int64_t query_blocks = shape.batch * shape.query_heads * tiles.query_blocks;
   const int64_t key_blocks = unit_count(shape) * tiles.key_blocks;
   tiles.pack_tasks = query_blocks + key_blocks;
-  tiles.row_tasks = plan.exact_delta || any_far<T>(params) ? query_blocks : 0;
+  tiles.row_tasks = plan.exact_delta || any_far<T>(given) ? query_blocks : 0;
   tiles.part_tasks = plan.chains.count * meetings_of_chain(shape, tiles);
   tiles.store_tasks = query_blocks + key_blocks;
   tiles.lanes = unit_count(shape) * unit_lanes(shape, tiles);

@@ -1,5 +1,6 @@
 // Blocks of keys against blocks of queries. Rounds: the clearing of the mask gradient's copies, the chains or
-// the parts of their blocks in turn (TilesPlan, turns.h), and the sum of the mask gradient's copies.
+// the parts of their blocks in turn (TilesPlan, turns.h), and the sum of the mask gradient's copies, or of dQ
+// (blocks_apart.h).
 #pragma once
 
 #include "../store_rows.h"
@@ -12,6 +13,7 @@ template <typename S>
 constexpr int64_t kBackwardKeys = S::Product::kInRegisters ? 216 : 256;  // of a block, at most
 constexpr int64_t kBackwardQueries = 256;
 constexpr int64_t kSegmentLength = 256;  // at least so many keys and queries
+constexpr int64_t kManyBlocks = 12;      // of keys
 
 // A part of a block; block is -1 where there is none.
 struct BlockPlace {
@@ -21,15 +23,21 @@ struct BlockPlace {
 template <typename S>
 class Tiles {
  public:
-  static void plan(const BackwardParams& params, int threads, BackwardPlan& plan);
+  static void plan(const BackwardParams& params, int threads, BackwardPlan& plan) {
+    Tiles<S>::plan(params, params, threads, plan);
+  }
+  // given: has the rows' lse already, whose copies params may point to.
+  static void plan(const BackwardParams& params, const BackwardParams& given, int threads,
+                   BackwardPlan& plan);
   static int64_t tasks(const BackwardPlan& plan, int64_t round);
   static void run(const BackwardParams& params, const BackwardPlan& plan, int64_t round, int64_t task,
                   void* shared, void* scratch) {
     [[maybe_unused]] const TaskOf<typename S::Product> in_task;
     Tiles<S> call(params, plan, shared, scratch);
     if (round == 0) return call.mask_copies_.clear({1, plan.chains.mask_copies});
-    if (round == 2) return call.mask_copies_.sum(plan.chains, task);
-    call.run_chain(task);
+    const bool in_parts = plan.tiles.chain_tasks > 1;
+    if (round == 2) return in_parts ? call.sum_blocks(task) : call.mask_copies_.sum(plan.chains, task);
+    in_parts ? call.run_part_of_chain(task) : call.run_chain(task);
   }
   static int64_t lanes(const BackwardPlan& plan, int64_t round) { return round == 1 ? plan.tiles.lanes : 0; }
   static void run_in_turn(const BackwardParams& params, const BackwardPlan& plan, int64_t task, void* shared,
@@ -59,7 +67,7 @@ class Tiles {
                      params.grad_mask_size} {}
 
   // plan.h
-  static void plan_blocks(const AttentionShape& shape, TilesPlan& plan);
+  static void plan_blocks(const BackwardParams& params, TilesPlan& plan);
   static void plan_segments(const BackwardParams& params, ChainsPlan& chains, TilesPlan& plan);
   static bool takes_turns(const BackwardParams& params, int threads, const BackwardPlan& plan);
   // Whether several parts of a unit, or several heads of a group, add to the same numbers of the mask's
@@ -74,11 +82,22 @@ class Tiles {
     const TensorView& mask = params.grad_mask;
     return mask.data != nullptr && mask.row_stride == 0 && mask.column_stride == 0;
   }
+  static void plan_chain_tasks(const BackwardParams& given, int threads, BackwardPlan& plan);
   static void plan_parts(const BackwardParams& params, int threads, BackwardPlan& plan);
-  static void plan_turns(const BackwardParams& params, BackwardPlan& plan);
+  static void plan_turns(const BackwardParams& params, const BackwardParams& given, BackwardPlan& plan);
   static int64_t packed_bytes(const AttentionShape& shape, const TilesPlan& plan,
                               const UnitMemory<S>& memory) {
     return plan.in_turn ? unit_count(shape) * memory.shared_bytes() : 0;
+  }
+
+  // dQ of a query block; of all key blocks apart, where tasks share them.
+  static int64_t query_sums_size(const AttentionShape& shape, const TilesPlan& plan) {
+    return plan.block_queries * shape.head_dim;
+  }
+  static int64_t partial_bytes(const AttentionShape& shape, const BackwardPlan& plan) {
+    if (plan.tiles.chain_tasks == 1) return 0;
+    return plan.chains.count * plan.tiles.key_blocks * query_sums_size(shape, plan.tiles) *
+           static_cast<int64_t>(sizeof(T));
   }
 
   Range segment(int64_t blocks, int64_t index) const {
@@ -129,11 +148,14 @@ class Tiles {
   void run_chain(int64_t chain) {
     const auto scratch = take_key_query_scratch<S>(arena_, params_, plan_.block_keys, plan_.block_queries);
     memory_.take_from(arena_);
+    T* const sum = plan_.blocks_apart ? take<T>(arena_, query_sums_size(shape_, plan_)) : nullptr;
     KeyQueryBlock<S> scores(params_, plan_, scratch);
     scores.set_mask_grad({params_.grad_mask, mask_copies_.of_chain(chains_, chain)});
     const Range members = chain_members(chains_, chain);
-    for (int64_t i = members.begin; i < members.end; ++i)
-      run_unit(scores, chain_unit(shape_, chains_, chain, i));
+    for (int64_t i = members.begin; i < members.end; ++i) {
+      const Unit unit = chain_unit(shape_, chains_, chain, i);
+      plan_.blocks_apart ? run_blocks_apart(scores, unit, sum) : run_unit(scores, unit);
+    }
     if (streamed_) finish_streams();
   }
   void run_unit(KeyQueryBlock<S>& scores, Unit unit) const;
@@ -148,6 +170,15 @@ class Tiles {
     }
   }
   void finish_key_block(KeyQueryBlock<S>& scores, Unit unit, int64_t block, int64_t query_block) const;
+  void visit_key_block(KeyQueryBlock<S>& scores, Unit unit, int64_t block, Range query_blocks) const;
+  // blocks_apart.h
+  void visit_apart(KeyQueryBlock<S>& scores, Unit unit, int64_t block) const;
+  void run_blocks_apart(KeyQueryBlock<S>& scores, Unit unit, T* sum) const;
+  void run_part_of_chain(int64_t task);
+  void sum_blocks(int64_t chain);
+  T* partial_sums(int64_t chain, int64_t block) const {
+    return static_cast<T*>(shared_) + (chain * plan_.key_blocks + block) * query_sums_size(shape_, plan_);
+  }
   // turns.h
   struct Meeting;
   struct QueryBlockPlace {
@@ -213,16 +244,11 @@ void Tiles<S>::run_unit(KeyQueryBlock<S>& scores, Unit unit) const {
       const Range keys = segment(plan_.key_blocks, i);
       const Range all = segment(plan_.query_blocks, (i + phase) % plan_.segments);
       for (int64_t block = keys.begin; block < keys.end; ++block) {
-        const Range queries = seen_blocks(key_rows(block), all);
-        if (!keeps) pack_keys(unit, block);
-        set_keys(scores, unit, block);
-        if (keeps) {
-          run_key_block(scores, unit, head, queries);
-        } else if (is_empty(queries)) {
-          store_key_block(unit, block);
+        if (!keeps) {
+          visit_key_block(scores, unit, block, all);
         } else {
-          run_key_block(scores, unit, head, {queries.begin, queries.end - 1});
-          finish_key_block(scores, unit, block, queries.end - 1);
+          set_keys(scores, unit, block);
+          run_key_block(scores, unit, head, seen_blocks(key_rows(block), all));
         }
       }
     }
@@ -232,8 +258,19 @@ void Tiles<S>::run_unit(KeyQueryBlock<S>& scores, Unit unit) const {
   for (int64_t block = 0; keeps && block < plan_.key_blocks; ++block) store_key_block(unit, block);
 }
 
+// A key block from packing to its gradients. (One head a group, one segment.)
+template <typename S>
+void Tiles<S>::visit_key_block(KeyQueryBlock<S>& scores, Unit unit, int64_t block, Range query_blocks) const {
+  const Range queries = seen_blocks(key_rows(block), query_blocks);
+  pack_keys(unit, block);
+  set_keys(scores, unit, block);
+  if (is_empty(queries)) return store_key_block(unit, block);
+  run_key_block(scores, unit, 0, {queries.begin, queries.end - 1});
+  finish_key_block(scores, unit, block, queries.end - 1);
+}
+
 // A key block against the last query block that it meets: its gradients go out a cell of keys at a time,
-// while their sums are in the nearest cache. (One head a group, one segment.)
+// while their sums are in the nearest cache.
 template <typename S>
 void Tiles<S>::finish_key_block(KeyQueryBlock<S>& scores, Unit unit, int64_t block,
                                 int64_t query_block) const {

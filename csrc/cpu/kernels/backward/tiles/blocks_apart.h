@@ -1,0 +1,72 @@
+// Tiles of a head whose query rows are one block: dQ of each key block is made by itself, and added to that
+// of the blocks before it: by the one task that takes them all, or, where several share a chain, in a round
+// of its own. So no bit depends on who works.
+#pragma once
+
+#include "tasks.h"
+
+namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
+
+// to = a + b
+template <typename T>
+void add_sums(const T* a, const T* b, T* to, int64_t size) {
+  for (int64_t i = 0; i < size; i += kLanes<T>) store(to + i, load(a + i) + load(b + i));
+}
+
+template <typename S>
+void Tiles<S>::visit_apart(KeyQueryBlock<S>& scores, Unit unit, int64_t block) const {
+  const QueryPack<S> pack = memory_.query_pack(0, 0);
+  *pack.has_sums = 0;
+  visit_key_block(scores, unit, block, {0, 1});
+  if (*pack.has_sums == 0) memory_.clear_query_sums(0, 0);
+}
+
+template <typename S>
+void Tiles<S>::run_blocks_apart(KeyQueryBlock<S>& scores, Unit unit, T* sum) const {
+  T* const block_sums = memory_.query_pack(0, 0).grad_query;
+  const int64_t size = query_sums_size(shape_, plan_), last = plan_.key_blocks - 1;
+  pack_queries(unit, 0, 0);
+  make_rows(scores, unit, 0, {0, 1});
+  visit_apart(scores, unit, 0);
+  memcpy(sum, block_sums, static_cast<size_t>(size) * sizeof(T));
+  for (int64_t block = 1; block <= last; ++block) {
+    visit_apart(scores, unit, block);
+    add_sums(sum, block_sums, block < last ? sum : block_sums, size);
+  }
+  store_query_block(unit, 0, 0);
+  store_sink_of(unit, 0);
+}
+
+template <typename S>
+void Tiles<S>::run_part_of_chain(int64_t task) {
+  const int64_t chain = task / plan_.chain_tasks, part = task % plan_.chain_tasks;
+  const Unit unit = chain_unit(shape_, chains_, chain, 0);
+  const auto scratch = take_key_query_scratch<S>(arena_, params_, plan_.block_keys, plan_.block_queries);
+  memory_.take_from(arena_);
+  KeyQueryBlock<S> scores(params_, plan_, scratch);
+  scores.set_mask_grad({params_.grad_mask, nullptr});
+  pack_queries(unit, 0, 0);
+  const auto bytes = static_cast<size_t>(query_sums_size(shape_, plan_)) * sizeof(T);
+  const int64_t end = (part + 1) * plan_.key_blocks / plan_.chain_tasks;
+  for (int64_t block = part * plan_.key_blocks / plan_.chain_tasks; block < end; ++block) {
+    visit_apart(scores, unit, block);
+    memcpy(partial_sums(chain, block), memory_.query_pack(0, 0).grad_query, bytes);
+  }
+  if (part == 0) store_sink_of(unit, 0);
+  if (streamed_) finish_streams();
+}
+
+template <typename S>
+void Tiles<S>::sum_blocks(int64_t chain) {
+  memory_.take_from(arena_);
+  const QueryPack<S> pack = memory_.query_pack(0, 0);
+  const int64_t size = query_sums_size(shape_, plan_);
+  add_sums(partial_sums(chain, 0), partial_sums(chain, 1), pack.grad_query, size);
+  for (int64_t block = 2; block < plan_.key_blocks; ++block) {
+    add_sums(pack.grad_query, partial_sums(chain, block), pack.grad_query, size);
+  }
+  *pack.has_sums = 1;
+  store_query_block(chain_unit(shape_, chains_, chain, 0), 0, 0);
+}
+
+}  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY
