@@ -250,6 +250,7 @@ class QueryBlock {
   template <int Rows, typename Stored>
   void stream_rows(int64_t band, int64_t row, int64_t key, StreamArgs<S, Stored>& args);
   void keep_weights(int64_t band) const;
+  int64_t scores_across(int64_t band, const StoredRows<Element>& keys, Range run) const;
   template <typename Stored>
   Matrix<Stored> key_rows(const StoredRows<Stored>& keys, Range rest, int64_t distance, Range& copied) const;
   template <typename Stored>

@@ -20,12 +20,12 @@ void QueryBlock<S>::shared_scores(int64_t band) {
     for (int64_t j = runs_[i].begin, end = runs_[i].end, keys = 0; j < end; j += keys) {
       const int64_t column = (first + j) % kSharedPanel<S>;
       keys = column == 0 && j + kSharedPanel<S> <= end ? kSharedPanel<S> : S::kLane;
-      args.panel = packed_.keys + (first + j - column) * args.depth + column;
+      const PackedKeys<S> panel{packed_.keys + (first + j - column) * args.depth + column};
       each_few_rows<S>(band, band + band_rows(band), [&](auto count, int64_t r) {
         constexpr int kRows = decltype(count)::value;
         args.left = s_.query + r * s_.query_stride;
         args.out = score_row(band, r) + j;
-        keys > S::kLane ? shared_dots<S, kRows, 2>(args) : shared_dots<S, kRows, 1>(args);
+        keys > S::kLane ? shared_dots<S, kRows, 2>(args, panel) : shared_dots<S, kRows, 1>(args, panel);
       });
     }
   }
