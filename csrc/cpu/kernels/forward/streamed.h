@@ -76,7 +76,8 @@ void QueryBlock<S>::stream_scores_of(int64_t band) {
     const Range run = runs_[i];
     int64_t j = run.begin;
     if constexpr (std::is_same_v<Stored, Element>) {
-      if (keys.lie_across() && !keys.in_pages() && are_apart_in_cache<Element>(params_.key, keys.columns())) {
+      if (keys.lie_across() && keys.lie_in_place(0, key_len) &&
+          are_apart_in_cache<Element>(params_.key, keys.columns())) {
         j = scores_across(band, keys, run);
       }
     }

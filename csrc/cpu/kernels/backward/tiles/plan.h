@@ -75,7 +75,7 @@ void Tiles<S>::plan_segments(const BackwardParams& params, ChainsPlan& chains, T
 // Tasks that share a chain pack its queries each, and none of them sees whole rows.
 template <typename S>
 void Tiles<S>::plan_chain_tasks(const BackwardParams& given, int threads, BackwardPlan& plan) {
-  constexpr int64_t kTasksOfThread = 4;
+  constexpr int64_t kTasksOfThread = 2;
   TilesPlan& tiles = plan.tiles;
   tiles.chain_tasks = 1;
   if (!tiles.blocks_apart || !turns_save_time(plan.chains, tiles.key_blocks, threads)) return;
