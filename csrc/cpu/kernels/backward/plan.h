@@ -23,7 +23,7 @@ ATTN_EXT_INLINE int64_t backward_few_rows(const AttentionShape& shape) {
   if (!S::Product::kInRegisters || S::kPanel < 64) return 8;
   const int64_t dims = shape.head_dim + shape.value_dim;
   if (S::kPaired) return group_size(shape) > 1 ? 8 : larger(4, dims / 40);
-  return dims < 64 ? 8 : dims < 128 ? 12 : 24;
+  return dims < 64 ? 8 : dims < 128 ? 12 : 20;
 }
 
 // Gradients of key and value beyond these bytes would push everything else out of the caches. Where the rows
