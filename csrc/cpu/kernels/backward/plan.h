@@ -1,4 +1,5 @@
-// Which path a backward call takes: by the shape of one group of heads alone, since bits hang on it.
+// Which path a backward call takes: by the shape of one group of heads, since bits hang on it, and by what
+// the call has beside.
 #pragma once
 
 #include "../interface/backward.h"

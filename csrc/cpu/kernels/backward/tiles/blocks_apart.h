@@ -26,7 +26,6 @@ void Tiles<S>::run_blocks_apart(KeyQueryBlock<S>& scores, Unit unit, T* sum) con
   T* const block_sums = memory_.query_pack(0, 0).grad_query;
   const int64_t size = query_sums_size(shape_, plan_), last = plan_.key_blocks - 1;
   pack_queries(unit, 0, 0);
-  make_rows(scores, unit, 0, {0, 1});
   visit_apart(scores, unit, 0);
   memcpy(sum, block_sums, static_cast<size_t>(size) * sizeof(T));
   for (int64_t block = 1; block <= last; ++block) {

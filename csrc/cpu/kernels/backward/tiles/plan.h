@@ -14,12 +14,13 @@ void Tiles<S>::plan(const BackwardParams& params, const BackwardParams& given, i
   plan.exact_delta = needs_exact_delta(params);
   plan.streamed = streams_key_gradients<S>(shape);
   plan.fills_mask_grad = tiles_fill_mask_grad<S>(params);
-  plan_blocks(params, tiles);
+  plan_blocks(shape, tiles);
+  tiles.blocks_apart = are_blocks_apart(params, given, plan);
   plan_families(shape, params.grad_mask.data != nullptr ? &params.grad_mask : nullptr, plan.chains);
   plan_segments(params, plan.chains, tiles);
   plan.rounds = 3;
   plan_parts(params, threads, plan);
-  plan_chain_tasks(given, threads, plan);
+  plan_chain_tasks(threads, plan);
   tiles.in_turn = !tiles.blocks_apart && takes_turns(params, threads, plan);
   if (tiles.in_turn) plan_turns(params, given, plan);
 
@@ -43,21 +44,27 @@ int64_t Tiles<S>::tasks(const BackwardPlan& plan, int64_t round) {
                        : plan.chains.count * tiles.chain_tasks;
 }
 
-// Blocks of nearly equal size, in whole cells and panels. Where a head's rows are one block, all blocks of
-// keys would add to its dQ in turn, a fifth of their work, and no more threads than some ten would have any.
+// Blocks of nearly equal size, in whole cells and panels.
 template <typename S>
-void Tiles<S>::plan_blocks(const BackwardParams& params, TilesPlan& plan) {
-  const AttentionShape& shape = params.shape;
+void Tiles<S>::plan_blocks(const AttentionShape& shape, TilesPlan& plan) {
   const int64_t most_queries = round_down(smaller(kBackwardQueries, kMaxBackwardQueries), S::kPanel);
-  plan.query_blocks = ceil_div(shape.query_len, most_queries);
   plan.key_blocks = ceil_div(shape.key_len, kBackwardKeys<S>);
-  plan.blocks_apart = group_size(shape) == 1 && plan.query_blocks == 1 && plan.key_blocks >= kManyBlocks &&
-                      params.grad_mask.data == nullptr;
+  plan.query_blocks = ceil_div(shape.query_len, most_queries);
   plan.block_keys = round_up(ceil_div(shape.key_len, larger(1, plan.key_blocks)), kCellRows<S>);
   plan.block_queries = round_up(ceil_div(shape.query_len, larger(1, plan.query_blocks)),
                                 plan.query_blocks > 1 ? S::kPanel : S::kSpan);
   plan.key_blocks = shape.key_len > 0 ? ceil_div(shape.key_len, plan.block_keys) : 0;
   plan.query_blocks = shape.query_len > 0 ? ceil_div(shape.query_len, plan.block_queries) : 0;
+}
+
+// Where a head's rows are one block, all blocks of keys would add to its dQ in turn, a fifth of their work,
+// and no more threads than some ten would have any. Rows whose terms want all keys first are left to turns.
+template <typename S>
+bool Tiles<S>::are_blocks_apart(const BackwardParams& params, const BackwardParams& given,
+                                const BackwardPlan& plan) {
+  return group_size(params.shape) == 1 && plan.tiles.query_blocks == 1 &&
+         plan.tiles.key_blocks >= kManyBlocks && params.grad_mask.data == nullptr && !plan.exact_delta &&
+         !any_far<T>(given);
 }
 
 template <typename S>
@@ -72,15 +79,15 @@ void Tiles<S>::plan_segments(const BackwardParams& params, ChainsPlan& chains, T
   plan.segments = larger(1, smaller(plan.segments, smaller(plan.key_blocks, plan.query_blocks)));
 }
 
-// Tasks that share a chain pack its queries each, and none of them sees whole rows.
+// Tasks that share a chain pack its queries each.
 template <typename S>
-void Tiles<S>::plan_chain_tasks(const BackwardParams& given, int threads, BackwardPlan& plan) {
+void Tiles<S>::plan_chain_tasks(int threads, BackwardPlan& plan) {
   constexpr int64_t kTasksOfThread = 2;
   TilesPlan& tiles = plan.tiles;
   tiles.chain_tasks = 1;
   if (!tiles.blocks_apart || !turns_save_time(plan.chains, tiles.key_blocks, threads)) return;
-  if (plan.exact_delta || any_far<T>(given)) return;
-  tiles.chain_tasks = smaller(tiles.key_blocks, ceil_div(kTasksOfThread * threads, plan.chains.count));
+  const int64_t wanted = larger(2, ceil_div(kTasksOfThread * threads, plan.chains.count));
+  tiles.chain_tasks = smaller(tiles.key_blocks, wanted);
 }
 
 // Whole chains are the better tasks, their packs stay in the caches, but not if threads run out of them.

@@ -67,7 +67,7 @@ class Tiles {
                      params.grad_mask_size} {}
 
   // plan.h
-  static void plan_blocks(const BackwardParams& params, TilesPlan& plan);
+  static void plan_blocks(const AttentionShape& shape, TilesPlan& plan);
   static void plan_segments(const BackwardParams& params, ChainsPlan& chains, TilesPlan& plan);
   static bool takes_turns(const BackwardParams& params, int threads, const BackwardPlan& plan);
   // Whether several parts of a unit, or several heads of a group, add to the same numbers of the mask's
@@ -82,7 +82,9 @@ class Tiles {
     const TensorView& mask = params.grad_mask;
     return mask.data != nullptr && mask.row_stride == 0 && mask.column_stride == 0;
   }
-  static void plan_chain_tasks(const BackwardParams& given, int threads, BackwardPlan& plan);
+  static bool are_blocks_apart(const BackwardParams& params, const BackwardParams& given,
+                               const BackwardPlan& plan);
+  static void plan_chain_tasks(int threads, BackwardPlan& plan);
   static void plan_parts(const BackwardParams& params, int threads, BackwardPlan& plan);
   static void plan_turns(const BackwardParams& params, const BackwardParams& given, BackwardPlan& plan);
   static int64_t packed_bytes(const AttentionShape& shape, const TilesPlan& plan,
