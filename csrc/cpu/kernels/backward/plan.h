@@ -45,9 +45,9 @@ ATTN_EXT_INLINE bool streams_key_gradients(const AttentionShape& shape) {
 template <typename S>
 constexpr bool kReadsWeights = S::kPaired&& S::Product::kInRegisters;
 
-// Rows of heads that would be one block of queries each, and leave some or most of its columns idle, share
-// their blocks.
-constexpr int64_t kJoinedRows = 256;
+// Rows of heads that would leave most columns of a tile idle, each head by itself, share them. With more rows
+// less is gained than the copies take where rows lie before heads.
+constexpr int64_t kJoinedRows = 32;  // of a head
 template <typename S>
 ATTN_EXT_INLINE bool joins_heads(const AttentionShape& shape) {
   const int64_t group = group_size(shape);
