@@ -3,7 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch.distributed
 from torch import Tensor
+
+# Its functions have the default group as a default argument. First imported while there is a group, as an
+# optimizer does, it keeps that group and its threads after destroy_process_group().
+if torch.distributed.is_available():
+    import torch.distributed.nn
 
 #: Waits for the messages that an exchange receives, by their senders.
 Arrival = Callable[[], dict[int, Tensor]]
