@@ -4,12 +4,13 @@
     python benchmarks/many_cores.py --cells llama-2048 --dtype bfloat16 --mode fwd --threads 64
 
 A call is cut into tasks for so many threads. Here they run one after the other on one thread, and each is
-timed; the least of some turns counts. Then they are dealt out as threads would take them: in their order,
-each to the thread that is free first, all of a round before the next. Where tasks take turns, each step of
-one is timed, and a thread waits where the task has to wait for another one's step. A round costs what it
-takes here to start two threads and to wait for both, once for every doubling of the threads. The efficiency
-is the time of the tasks on one thread over threads x finish: 1 is perfect. What the call takes beside its
-tasks, memory from the system and back above all, has a column of its own.
+timed; the least of some turns counts. Then they are dealt out as threads would take them, all of a round before
+the next (csrc/cpu/task_queues.h): those of a queue in their order, each to the thread at that queue that is free
+first. Where tasks take turns, each step of one is timed, and a thread waits where the task has to wait for
+another one's step; the queues run one after the other, as if the threads at one had a cache of their own. A
+round costs what it takes here to start two threads and to wait for both, once for every doubling of the threads.
+The efficiency is the time of the tasks on one thread over threads x finish: 1 is perfect. What the call takes
+beside its tasks, memory from the system and back above all, has a column of its own.
 
 What it leaves out: caches and memory that cores share, and clocks that fall when many cores work. Decoding
 is bound by memory: for it the table shows how evenly the bytes are dealt out.
@@ -40,7 +41,10 @@ WANTED = {
 OWN = [Cell("decode-32768", Shape(1, 32, 8, 1, 32768, 128, 128))]
 #: Seconds of work, then whether it waits for a lane or sets it, the lane (-1: the task's end), the number.
 Step = tuple[float, bool, int, int]
-Rounds = list[list[list[Step]]]
+Tasks = list[list[Step]]
+#: Tasks of each queue, and how many threads it keeps at work.
+Queues = list[tuple[int, int]]
+Rounds = list[tuple[Queues, Tasks]]
 
 
 def call_of(problem: Problem) -> Callable[[], object]:
@@ -77,36 +81,77 @@ def timed(call: Callable[[], object], threads: int, turns: int) -> tuple[Rounds,
         beside.append(whole - work(rounds))
     torch.set_num_threads(1)
     least = [
-        [[least_step(steps) for steps in zip(*same, strict=True)] for same in zip(*rounds, strict=True)]
+        (rounds[0][0], [least_steps(same) for same in zip(*(tasks for _, tasks in rounds), strict=True)])
         for rounds in zip(*tasks, strict=True)
     ]
-    return [round for round in least if round], min(beside)
+    return [round for round in least if round[1]], min(beside)
 
 
-def least_step(steps: Sequence[Step]) -> Step:
-    """Of the same step in several turns."""
-    return (min(step[0] for step in steps), *steps[0][1:])
+def least_steps(same: Sequence[Sequence[Step]]) -> list[Step]:
+    """Of the same task in several turns."""
+    return [(min(step[0] for step in steps), *steps[0][1:]) for steps in zip(*same, strict=True)]
 
 
 def work(rounds: Rounds) -> float:
     """The seconds of all tasks."""
-    return sum(step[0] for round in rounds for task in round for step in task)
+    return sum(step[0] for _, tasks in rounds for task in tasks for step in task)
 
 
-def finish(round: Sequence[Sequence[Step]], threads: int) -> float:
-    """When the last task ends, if each is taken by the thread that is free first."""
-    free = [0.0] * threads
+class TaskQueues:
+    """What threads take next, as in csrc/cpu/task_queues.h."""
+
+    def __init__(self, queues: Queues, threads: int) -> None:
+        ends = list(itertools.accumulate(count for count, _ in queues))
+        self.left = [iter(range(end - count, end)) for end, (count, _) in zip(ends, queues, strict=True)]
+        self.useful = [useful for _, useful in queues]
+        places = [queue for queue, useful in enumerate(self.useful) for _ in range(min(useful, threads))]
+        step = min(1.0, len(places) / threads)
+        self.queue_of = [places[int(thread * step)] for thread in range(threads)]
+        self.at_work = [self.queue_of.count(queue) for queue in range(len(queues))]
+
+    def take(self, thread: int) -> int | None:
+        """The next task, None if there is no more."""
+        while self.queue_of[thread] >= 0:
+            task = next(self.left[self.queue_of[thread]], None)
+            if task is not None:
+                return task
+            self.at_work[self.queue_of[thread]] -= 1
+            self.useful[self.queue_of[thread]] = 0  # empty
+            self.queue_of[thread] = self._choose()
+        return None
+
+    def _choose(self) -> int:
+        open_queues = [queue for queue, useful in enumerate(self.useful) if useful]
+        if not open_queues:
+            return -1
+        load = {queue: self.at_work[queue] / self.useful[queue] for queue in open_queues}
+        free = (queue for queue in open_queues if load[queue] < 1)
+        queue = next(free, min(open_queues, key=lambda queue: load[queue]))
+        self.at_work[queue] += 1
+        return queue
+
+
+def finish(round: tuple[Queues, Tasks], threads: int) -> float:
+    """When the last task ends."""
+    queues, tasks = round
+    work = TaskQueues(queues, threads)
+    free = [(0.0, thread) for thread in range(threads)]
     lanes: dict[int, list[tuple[int, float]]] = {}  # the numbers that each was set to, and when
-    for task in round:
-        now = free[0]
-        for seconds, waits, lane, number in task:
+    end = 0.0
+    while free:
+        now, thread = heapq.heappop(free)
+        task = work.take(thread)
+        if task is None:
+            continue
+        for seconds, waits, lane, number in tasks[task]:
             now += seconds
             if waits:
-                now = max(now, next(when for reached, when in lanes[lane] if reached >= number))
+                now = max(now, min(when for reached, when in lanes[lane] if reached >= number))
             elif lane >= 0:
                 lanes.setdefault(lane, []).append((number, now))
-        heapq.heapreplace(free, now)
-    return max(free)
+        end = max(end, now)
+        heapq.heappush(free, (now, thread))
+    return end
 
 
 def round_cost() -> float:
@@ -169,7 +214,7 @@ def main() -> None:
             steps = max(threads - 1, 0).bit_length()
             whole = sum(finish(round, threads) + steps * cost for round in rounds)
             row.append(f"{one / (threads * whole):.2f}")
-        counts = [len(round) for round in rounds]
+        counts = [len(tasks) for _, tasks in rounds]
         tasks = " + ".join(
             str(count) if same == 1 else f"{same} x {count}"
             for count, same in ((count, len(list(group))) for count, group in itertools.groupby(counts))

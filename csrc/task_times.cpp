@@ -4,8 +4,7 @@
 
 namespace attn_ext {
 
-std::vector<std::vector<std::vector<std::tuple<double, bool, int64_t, int64_t>>>> task_times(
-    const std::function<void()>& call) {
+std::vector<RoundTimes> task_times(const std::function<void()>& call) {
   cpu::TaskTimes times;
   cpu::times_wanted = &times;
   struct Reset {

@@ -87,8 +87,9 @@ class JoinedCalls {
       const std::vector<int64_t> ends =
           ends_of([round](const Call& call) { return call.tasks(round); }, round);
       const std::vector<int64_t> lane_ends =
-          ends_of([round](const Call& call) { return call.lanes(round); }, round);
-      run_in_turn(ends.back(), lane_ends.back(), threads, [&](int64_t task, int64_t slot, Turns turns) {
+          ends_of([round](const Call& call) { return call.turns_of(round).lanes; }, round);
+      const auto queues = queues_of(round, threads);
+      run_in_turn(queues, lane_ends.back(), threads, [&](int64_t task, int64_t slot, Turns turns) {
         const auto i = static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), task) - ends.begin());
         const Call& call = calls_[i];
         char* scratch = own.data() + slot * thread_bytes_;
@@ -114,6 +115,25 @@ class JoinedCalls {
       ends[i] = all;
     }
     return ends;
+  }
+
+  /// Of a round: a queue for each chain that takes turns, one for all calls between two that do.
+  std::vector<TaskQueue> queues_of(int64_t round, int threads) const {
+    std::vector<TaskQueue> queues;
+    bool open = false;
+    for (const Call& call : calls_) {
+      if (round >= call.plan.rounds) continue;
+      const TurnsPlan turns = call.turns_of(round);
+      if (turns.lanes > 0) {
+        add_chains(turns, call.tasks(round), queues);
+      } else if (open) {
+        queues.back().count += call.tasks(round);
+      } else {
+        add_chains({0, 1, threads}, call.tasks(round), queues);
+      }
+      open = turns.lanes == 0;
+    }
+    return queues;
   }
 
   std::vector<Call> calls_;

@@ -20,9 +20,9 @@ struct PlannedCall {
     if (plan.thread_bytes > 0) std::memset(thread_scratch, 0, kNotesBytes);
   }
   int64_t tasks(int64_t round) const { return way.tasks(plan, round); }
-  int64_t lanes(int64_t round) const { return way.lanes == nullptr ? 0 : way.lanes(plan, round); }
+  TurnsPlan turns_of(int64_t round) const { return way.turns == nullptr ? TurnsPlan{} : way.turns(plan, round); }
   void run(int64_t round, int64_t task, void* shared, void* thread_scratch, const Turns& turns) const {
-    if (lanes(round) > 0) return way.run_in_turn(params, plan, task, shared, thread_scratch, turns);
+    if (turns_of(round).lanes > 0) return way.run_in_turn(params, plan, task, shared, thread_scratch, turns);
     way.run(params, plan, round, task, shared, thread_scratch);
   }
 };

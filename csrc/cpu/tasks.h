@@ -6,10 +6,13 @@
 #include <cstdint>
 #include <new>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "huge_pages.h"
+#include "kernels/interface/ways.h"
 #include "openmp.h"
+#include "task_queues.h"
 #include "turns.h"
 
 namespace attn_ext::cpu {
@@ -79,7 +82,9 @@ class Scratch {
 /// Of a task: the seconds of some of its work, then the lane that it waits for, or (wait is false) sets, and
 /// the number; lane -1 at its end.
 using TaskStep = std::tuple<double, bool, int64_t, int64_t>;
-using TaskTimes = std::vector<std::vector<std::vector<TaskStep>>>;  // of each task of each round
+/// Of a round: its queues, as (tasks, threads that they keep at work), and each task's steps.
+using RoundTimes = std::pair<std::vector<std::pair<int64_t, int64_t>>, std::vector<std::vector<TaskStep>>>;
+using TaskTimes = std::vector<RoundTimes>;
 
 /// Where tasks are timed, instead of being given to threads (../task_times.h); null: nowhere.
 inline std::atomic<TaskTimes*> times_wanted = nullptr;
@@ -87,7 +92,9 @@ inline std::atomic<TaskTimes*> times_wanted = nullptr;
 /// The steps of one task after the other, which has to wait for nothing then.
 class TaskTimer {
  public:
-  explicit TaskTimer(TaskTimes& times) : round_(times.emplace_back()) {}
+  TaskTimer(TaskTimes& times, const std::vector<TaskQueue>& queues) : round_(times.emplace_back().second) {
+    for (const TaskQueue& queue : queues) times.back().first.emplace_back(queue.count, queue.threads);
+  }
   template <class Function>
   void run(int64_t tasks, Function function) {
     for (int64_t task = 0; task < tasks; ++task) {
@@ -125,7 +132,7 @@ class TaskTimer {
 template <class Function>
 void run_tasks(int64_t tasks, int threads, Function function) {
   if (TaskTimes* const times = times_wanted.load(std::memory_order_relaxed)) {
-    return TaskTimer(*times).run(tasks, function);
+    return TaskTimer(*times, {{0, tasks, threads}}).run(tasks, function);
   }
   if (threads <= 1 || tasks <= 1) {
     for (int64_t task = 0; task < tasks; ++task) {
@@ -141,16 +148,30 @@ void run_tasks(int64_t tasks, int threads, Function function) {
   });
 }
 
-/// function(task, slot, turns) for every task of a round with so many lanes.
+/// Behind the queues there are: those of so many tasks that take turns, a chain each.
+inline void add_chains(const TurnsPlan& turns, int64_t tasks, std::vector<TaskQueue>& queues) {
+  int64_t first = queues.empty() ? 0 : queues.back().first + queues.back().count;
+  for (int64_t i = 0; i < turns.chains; ++i, first += tasks / turns.chains) {
+    queues.push_back({first, tasks / turns.chains, turns.chain_threads});
+  }
+}
+
+/// function(task, slot, turns) for every task of the queues of a round with so many lanes.
 template <class Function>
-void run_in_turn(int64_t tasks, int64_t lanes, int threads, Function function) {
+void run_in_turn(const std::vector<TaskQueue>& queues, int64_t lanes, int threads, Function function) {
+  const int64_t tasks = queues.empty() ? 0 : queues.back().first + queues.back().count;
   if (TaskTimes* const times = times_wanted.load(std::memory_order_relaxed)) {
-    TaskTimer timer(*times);
+    TaskTimer timer(*times, queues);
     return timer.run(tasks, [&](int64_t task, int64_t slot) { function(task, slot, timer.turns(0)); });
   }
   const Scratch memory(lanes * static_cast<int64_t>(sizeof(Lanes::Lane)));
   const Turns turns = Lanes(memory.data(), lanes).turns(0);
-  run_tasks(tasks, threads, [&](int64_t task, int64_t slot) { function(task, slot, turns); });
+  if (threads <= 1 || queues.size() <= 1) {
+    return run_tasks(tasks, threads, [&](int64_t task, int64_t slot) { function(task, slot, turns); });
+  }
+  TaskQueues work(queues, threads);
+  run_slots(threads,
+            [&](int64_t slot) { work.work(slot, [&](int64_t task) { function(task, slot, turns); }); });
 }
 
 /// All rounds of a call, in memory of their own.
@@ -161,10 +182,17 @@ void run_rounds(const Call& call, int threads) {
     call.begin(own.data() + slot * call.plan.thread_bytes);
   }
   for (int64_t round = 0; round < call.plan.rounds; ++round) {
-    run_in_turn(call.tasks(round), call.lanes(round), threads,
-                [&](int64_t task, int64_t slot, const Turns& turns) {
-                  call.run(round, task, shared.data(), own.data() + slot * call.plan.thread_bytes, turns);
-                });
+    const TurnsPlan turns = call.turns_of(round);
+    const auto run = [&](int64_t task, int64_t slot, const Turns& its_turns) {
+      call.run(round, task, shared.data(), own.data() + slot * call.plan.thread_bytes, its_turns);
+    };
+    if (turns.lanes == 0) {
+      run_tasks(call.tasks(round), threads, [&](int64_t task, int64_t slot) { run(task, slot, {}); });
+      continue;
+    }
+    std::vector<TaskQueue> queues;
+    add_chains(turns, call.tasks(round), queues);
+    run_in_turn(queues, turns.lanes, threads, run);
   }
 }
 

@@ -351,8 +351,8 @@ auto run_call(const Ways& ways, const Params& params, int threads, bool one_take
     const auto run = [&](int64_t task, int slot, const cpu::Turns& turns) {
       call.run(round, task, memory.shared(), memory.own(slot), turns);
     };
-    if (call.lanes(round) > 0) {
-      run_in_turn(call.tasks(round), call.lanes(round), one_takes_turns ? 1 : threads, run);
+    if (const int64_t lanes = call.turns_of(round).lanes; lanes > 0) {
+      run_in_turn(call.tasks(round), lanes, one_takes_turns ? 1 : threads, run);
     } else {
       run_tasks(call.tasks(round), threads, [&](int64_t task, int slot) { run(task, slot, {}); });
     }

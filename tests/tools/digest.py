@@ -6,7 +6,7 @@ Write one file with each build, then compare them; which build it is says ``PYTH
     python tests/tools/digest.py --out after.txt
     python tests/tools/digest.py --compare before.txt after.txt
 
-A line is one case (``digest_cases.py``) in one dtype on one instruction set. It holds the ways that the call
+A line is one case (``digest_cases.py``) in one dtype on one instruction set. It holds the way that forward
 took and a hash over dtype, shape and bytes of each result: ``sdpa`` is the public function, ``plain`` the
 internal op with its log-sum-exp, ``weights``, ``mass`` and ``both`` the op with side outputs, and
 ``back[ol:qkv]`` the gradients of query, key and value where those of output (o) and lse (l) come in (w:
@@ -144,11 +144,7 @@ def run_child(capability: str, cases: list[Case], threads: Sequence[int]) -> Non
                 torch.set_num_threads(count)
                 results = run_case(case, call)
                 if not first:
-                    first = {
-                        "forward": forward_path(case, call),
-                        "backward": case.backward_path,
-                        **results,
-                    }
+                    first = {"forward": forward_path(case, call), **results}
                     print(case.name, dtype, capability, *(f"{k}={v}" for k, v in first.items()), flush=True)
                     continue
                 other = {name: v for name, v in results.items() if v != first[name]}
@@ -255,7 +251,7 @@ def print_paths(lines: Sequence[str]) -> None:
     counts: Counter[tuple[str, str]] = Counter()
     for line in lines:
         _, _, capability, *fields = line.split()
-        counts.update((capability, field) for field in fields if field.startswith(("forward=", "backward=")))
+        counts.update((capability, field) for field in fields if field.startswith("forward="))
     capabilities = list(dict.fromkeys(capability for capability, _ in counts))
     print(" " * 20 + "".join(f"{c:>14}" for c in capabilities))
     for way in sorted({way for _, way in counts}, reverse=True):

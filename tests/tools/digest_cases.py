@@ -248,14 +248,6 @@ class Case:
         return 0 < self.key_heads < self.heads
 
     @property
-    def backward_path(self) -> str:
-        """Which way the backward pass takes, by the thresholds of kernels/backward/plan.h."""
-        query_len, key_len = self.lengths
-        if query_len <= 8 and (key_len == 0 or key_len > 128):
-            return "few-rows"
-        return "few-keys" if 0 < key_len <= 128 else "tiles"
-
-    @property
     def passes(self) -> tuple[tuple[str, str], ...]:
         """The backward passes to make: what comes in, and what is wanted of it."""
         if self.grads:

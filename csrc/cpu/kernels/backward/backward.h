@@ -22,23 +22,23 @@ template <typename S>
 constexpr Way<BackwardParams, BackwardPlan> backward_way(BackwardPath path) {
   switch (path) {
     case BackwardPath::kTiles:
-      return {Tiles<S>::plan, Tiles<S>::tasks, Tiles<S>::run, Tiles<S>::lanes, Tiles<S>::run_in_turn};
+      return {Tiles<S>::plan, Tiles<S>::tasks, Tiles<S>::run, Tiles<S>::turns, Tiles<S>::run_in_turn};
     case BackwardPath::kFewRows:
       if constexpr (!S::Product::kInRegisters)
         return {};
       else
         return {FewRows<S>::plan, FewRows<S>::tasks, FewRows<S>::run};
     case BackwardPath::kFewKeys:
-      return {FewKeys<S>::plan, FewKeys<S>::tasks, FewKeys<S>::run, FewKeys<S>::lanes,
+      return {FewKeys<S>::plan, FewKeys<S>::tasks, FewKeys<S>::run, FewKeys<S>::turns,
               FewKeys<S>::run_in_turn};
     case BackwardPath::kSmallHeads:
       if constexpr (!S::Product::kInRegisters)
         return {};
       else
         return {FewKeys<WideScheme<S>>::plan, FewKeys<WideScheme<S>>::tasks, FewKeys<WideScheme<S>>::run,
-                FewKeys<WideScheme<S>>::lanes, FewKeys<WideScheme<S>>::run_in_turn};
+                FewKeys<WideScheme<S>>::turns, FewKeys<WideScheme<S>>::run_in_turn};
     case BackwardPath::kJoinedHeads:
-      return {JoinedHeads<S>::plan, JoinedHeads<S>::tasks, JoinedHeads<S>::run, Tiles<S>::lanes,
+      return {JoinedHeads<S>::plan, JoinedHeads<S>::tasks, JoinedHeads<S>::run, Tiles<S>::turns,
               JoinedHeads<S>::run_in_turn};
   }
   return {};

@@ -52,8 +52,7 @@ class JoinedHeads {
         rows_(params.shape.query_len),
         copies_{static_cast<char*>(shared), 0} {
     const AttentionShape& shape = params.shape;
-    joined_.shape.query_heads = shape.key_heads;
-    joined_.shape.query_len = group_ * rows_;
+    joined_.shape = joined_shape(shape);
     joined_.rule.mask.row_stride = 0;
     if (!joins(joined_.weights)) joined_.weights.data = nullptr;
     query_copied_ = join<Element>(joined_.query, shape.head_dim);

@@ -48,13 +48,17 @@ constexpr bool kReadsWeights = S::kPaired&& S::Product::kInRegisters;
 // Rows of heads that would leave most columns of a tile idle, each head by itself, share them. With more rows
 // less is gained than the copies take where rows lie before heads.
 constexpr int64_t kJoinedRows = 32;  // of a head
+
+ATTN_EXT_INLINE AttentionShape joined_shape(AttentionShape shape) {
+  shape.query_len *= group_size(shape);
+  shape.query_heads = shape.key_heads;
+  return shape;
+}
+
 template <typename S>
 ATTN_EXT_INLINE bool joins_heads(const AttentionShape& shape) {
-  const int64_t group = group_size(shape);
-  if (group == 1 || shape.query_len > kJoinedRows) return false;
-  AttentionShape joined = shape;
-  joined.query_heads = shape.key_heads;
-  joined.query_len = group * shape.query_len;
+  if (group_size(shape) == 1 || shape.query_len > kJoinedRows) return false;
+  const AttentionShape joined = joined_shape(shape);
   return joined.query_len > backward_few_rows<S>(joined);
 }
 

@@ -37,8 +37,9 @@ struct TilesPlan {
   int64_t chain_tasks;                // that share the blocks of a chain then; 1: it is a task
   bool in_turn;                       // parts of blocks are tasks of their own; packs are shared
   int64_t key_parts, query_parts;     // of a block, a task each
-  int64_t pack_tasks, row_tasks, part_tasks, store_tasks;  // in this order
+  int64_t pack_tasks, row_tasks, part_tasks, store_tasks;  // of a chain, in this order
   int64_t lanes;
+  int64_t chain_threads;  // as many at a time as work at a chain without much waiting
 };
 
 // A task takes several short chains, whole; or, where the chains would leave threads idle, a block of rows of

@@ -9,9 +9,10 @@
 // Tasks of one round may run in any order, on any thread: no bit of the result depends on it. A round may
 // begin once all tasks of the one before are done.
 //
-// Or the tasks of a round take turns: way.lanes(plan, round) > 0. Each lane holds a number, at first 0, which
-// only grows; way.run_in_turn(...) waits for lanes and sets others. Every number that a task waits for is set
-// by tasks before it: begun in their order, each by a thread that ends one before it takes the next, tasks on
+// Or the tasks of a round take turns: way.turns(plan, round).lanes > 0. Each lane holds a number, at first 0,
+// which only grows; way.run_in_turn(...) waits for lanes and sets others. The tasks are chains of the same
+// length, one behind the other. Every number that a task waits for is set by tasks before it in its chain:
+// those of each chain begun in their order, each by a thread that ends one before it takes the next, tasks on
 // any number of threads come to an end.
 #pragma once
 
@@ -31,12 +32,19 @@ struct Turns {
   void (*set_to)(void* self, int64_t lane, int64_t number);
 };
 
+/// How the tasks of a round take turns.
+struct TurnsPlan {
+  int64_t lanes = 0;  // 0: they do not
+  int64_t chains = 1;
+  int64_t chain_threads = 0;  // more threads than these find less to do in one chain
+};
+
 template <typename Params, typename Plan>
 struct Way {
   void (*plan)(const Params&, int threads, Plan&);
   int64_t (*tasks)(const Plan&, int64_t round);
   void (*run)(const Params&, const Plan&, int64_t round, int64_t task, void* shared, void* thread_scratch);
-  int64_t (*lanes)(const Plan&, int64_t round) = nullptr;  // null: no round has any
+  TurnsPlan (*turns)(const Plan&, int64_t round) = nullptr;  // null: in no round
   void (*run_in_turn)(const Params&, const Plan&, int64_t task, void* shared, void* thread_scratch,
                       const Turns&) = nullptr;
 };

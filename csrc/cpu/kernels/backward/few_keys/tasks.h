@@ -58,9 +58,11 @@ struct FewKeys {
     run_chains(params, plan, task, copies, scratch);
   }
 
-  static int64_t lanes(const BackwardPlan& plan, int64_t round) {
+  // In one chain for all units: nothing but their keys is met twice.
+  static TurnsPlan turns(const BackwardPlan& plan, int64_t round) {
     const FewKeysPlan& few_keys = plan.few_keys;
-    return round == 1 && few_keys.in_turn ? few_keys.pack_tasks * kSides * few_keys.key_parts : 0;
+    if (round != 1 || !few_keys.in_turn) return {};
+    return {few_keys.pack_tasks * kSides * few_keys.key_parts, 1, kManyTasks};
   }
 
   // First the keys of every unit are packed, then all chains take the first block of rows, then the second.

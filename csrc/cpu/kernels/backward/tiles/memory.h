@@ -36,15 +36,9 @@ class UnitMemory {
     Arena arena{static_cast<char*>(shared) + unit_index(shape_, unit) * shared_bytes(), 0};
     take_all(arena);
   }
-  // Of a unit.
-  int64_t shared_bytes() const {
-    UnitMemory unit = *this;
-    unit.heads_ = group_size(shape_);
-    unit.keeps_keys_ = true;
-    Arena count{nullptr, 0};
-    unit.take_all(count);
-    return count.used;
-  }
+  // Of a unit, and of its keys with one query head.
+  int64_t shared_bytes() const { return bytes(group_size(shape_)); }
+  int64_t head_bytes() const { return bytes(1); }
 
   // Whether keys stay packed, and their sums unstored, from one visit to the next.
   bool keeps_keys() const { return keeps_keys_; }
@@ -72,6 +66,14 @@ class UnitMemory {
   }
 
  private:
+  int64_t bytes(int64_t heads) const {
+    UnitMemory unit = *this;
+    unit.heads_ = heads;
+    unit.keeps_keys_ = true;
+    Arena count{nullptr, 0};
+    unit.take_all(count);
+    return count.used;
+  }
   int64_t key_index(int64_t block) const { return keeps_keys_ ? block : 0; }
   void take_all(Arena& arena) {
     const int64_t key_blocks = keeps_keys_ ? plan_.key_blocks : 1;

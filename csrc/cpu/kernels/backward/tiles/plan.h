@@ -25,6 +25,7 @@ void Tiles<S>::plan(const BackwardParams& params, const BackwardParams& given, i
   if (tiles.in_turn) plan_turns(params, given, plan);
 
   UnitMemory<S> memory(shape, tiles);
+  if (tiles.in_turn) plan_chain_threads(memory.head_bytes(), plan);
   plan.shared_bytes = packed_bytes(shape, tiles, memory) + partial_bytes(shape, plan) +
                       MaskCopies<T>::bytes(plan.chains, params.grad_mask_size);
   Arena arena{nullptr, 0};
@@ -40,8 +41,13 @@ int64_t Tiles<S>::tasks(const BackwardPlan& plan, int64_t round) {
   if (round == 0) return plan.chains.mask_copies > 1 ? 1 : 0;
   const TilesPlan& tiles = plan.tiles;
   if (round == 2) return tiles.chain_tasks > 1 ? plan.chains.count : MaskCopies<T>::sum_tasks(plan.chains);
-  return tiles.in_turn ? tiles.pack_tasks + tiles.row_tasks + tiles.part_tasks + tiles.store_tasks
-                       : plan.chains.count * tiles.chain_tasks;
+  return plan.chains.count * (tiles.in_turn ? turns_of_chain(tiles) : tiles.chain_tasks);
+}
+
+template <typename S>
+TurnsPlan Tiles<S>::turns(const BackwardPlan& plan, int64_t round) {
+  if (round != 1 || !plan.tiles.in_turn) return {};
+  return {plan.tiles.lanes, plan.chains.count, plan.tiles.chain_threads};
 }
 
 // Blocks of nearly equal size, in whole cells and panels.
@@ -117,15 +123,28 @@ void Tiles<S>::plan_parts(const BackwardParams& params, int threads, BackwardPla
   if (S::Product::kInRegisters && threads > lanes) tiles.query_parts = threads > 2 * lanes ? 4 : 2;
 }
 
+// The fewer threads share a chain, the less they wait for each other; but all chains at work should fit into
+// the last cache, with what is packed and summed of one query head at a time. In a phase each segment meets
+// another one, a diagonal of their places at a time; twice as many places as threads are enough.
+template <typename S>
+void Tiles<S>::plan_chain_threads(int64_t head_bytes, BackwardPlan& plan) {
+  constexpr int64_t kThreadBytes = int64_t{1} << 21;  // a thread's share of that cache
+  TilesPlan& tiles = plan.tiles;
+  const int64_t places = ceil_div(smaller(tiles.key_blocks, tiles.query_blocks), tiles.segments);
+  const int64_t wanted = ceil_div(units_of_chain(plan.chains) * head_bytes, kThreadBytes);
+  tiles.chain_threads = larger(1, smaller(wanted, tiles.segments * places / 2));
+}
+
 template <typename S>
 void Tiles<S>::plan_turns(const BackwardParams& params, const BackwardParams& given, BackwardPlan& plan) {
   const AttentionShape& shape = params.shape;
   TilesPlan& tiles = plan.tiles;
-  const int64_t query_blocks = shape.batch * shape.query_heads * tiles.query_blocks;
-  const int64_t key_blocks = unit_count(shape) * tiles.key_blocks;
+  const int64_t units = units_of_chain(plan.chains);
+  const int64_t query_blocks = units * group_size(shape) * tiles.query_blocks;
+  const int64_t key_blocks = units * tiles.key_blocks;
   tiles.pack_tasks = query_blocks + key_blocks;
   tiles.row_tasks = plan.exact_delta || any_far<T>(given) ? query_blocks : 0;
-  tiles.part_tasks = plan.chains.count * meetings_of_chain(shape, tiles);
+  tiles.part_tasks = meetings_of_chain(shape, tiles);
   tiles.store_tasks = query_blocks + key_blocks;
   tiles.lanes = unit_count(shape) * unit_lanes(shape, tiles);
 }

@@ -39,7 +39,7 @@ class Tiles {
     if (round == 2) return in_parts ? call.sum_blocks(task) : call.mask_copies_.sum(plan.chains, task);
     in_parts ? call.run_part_of_chain(task) : call.run_chain(task);
   }
-  static int64_t lanes(const BackwardPlan& plan, int64_t round) { return round == 1 ? plan.tiles.lanes : 0; }
+  static TurnsPlan turns(const BackwardPlan& plan, int64_t round);
   static void run_in_turn(const BackwardParams& params, const BackwardPlan& plan, int64_t task, void* shared,
                           void* scratch, const Turns& turns) {
     [[maybe_unused]] const TaskOf<typename S::Product> in_task;
@@ -86,6 +86,11 @@ class Tiles {
                                const BackwardPlan& plan);
   static void plan_chain_tasks(int threads, BackwardPlan& plan);
   static void plan_parts(const BackwardParams& params, int threads, BackwardPlan& plan);
+  static void plan_chain_threads(int64_t head_bytes, BackwardPlan& plan);
+  // At most.
+  static int64_t units_of_chain(const ChainsPlan& plan) {
+    return ceil_div(plan.family_units, plan.mask_copies);
+  }
   static void plan_turns(const BackwardParams& params, const BackwardParams& given, BackwardPlan& plan);
   static int64_t packed_bytes(const AttentionShape& shape, const TilesPlan& plan,
                               const UnitMemory<S>& memory) {
@@ -183,16 +188,8 @@ class Tiles {
   }
   // turns.h
   struct Meeting;
-  struct QueryBlockPlace {
-    Unit unit;
-    int64_t group_head, block;
-  };
-  // Of the query blocks of every head.
-  QueryBlockPlace query_block_at(int64_t index) const {
-    const int64_t head = index / plan_.query_blocks % shape_.query_heads;
-    return {{index / plan_.query_blocks / shape_.query_heads, head / group_},
-            head % group_,
-            index % plan_.query_blocks};
+  static int64_t turns_of_chain(const TilesPlan& plan) {
+    return plan.pack_tasks + plan.row_tasks + plan.part_tasks + plan.store_tasks;
   }
   static int64_t unit_lanes(const AttentionShape& shape, const TilesPlan& plan) {
     return plan.key_blocks * plan.key_parts + group_size(shape) * plan.query_blocks * plan.query_parts;
@@ -206,11 +203,13 @@ class Tiles {
   int64_t key_lane(Unit unit, int64_t block, int64_t part) const;
   int64_t query_lane(Unit unit, int64_t group_head, int64_t block, int64_t part) const;
   void run_in_turn(int64_t task, const Turns& turns);
-  void pack_in_turn(int64_t task, const Turns& turns);
-  void make_rows_in_turn(int64_t task, const Turns& turns);
-  Meeting meeting_at(int64_t task) const;
+  void pack_queries_in_turn(Unit unit, int64_t group_head, int64_t block, const Turns& turns);
+  void pack_keys_in_turn(Unit unit, int64_t block, const Turns& turns);
+  void make_rows_in_turn(Unit unit, int64_t group_head, int64_t block, const Turns& turns);
+  Meeting meeting_at(int64_t chain, int64_t task) const;
   void meet_in_turn(const Meeting& at, const Turns& turns);
-  void store_in_turn(int64_t task, const Turns& turns);
+  void store_queries_in_turn(Unit unit, int64_t group_head, int64_t block, const Turns& turns);
+  void store_keys_in_turn(Unit unit, int64_t block, const Turns& turns);
   // store.h
   void store_key_rows(const ResultView& grad, Unit unit, Range keys, const T* sums, int64_t dim,
                       double scale) const;

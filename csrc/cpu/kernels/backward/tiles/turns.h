@@ -1,6 +1,7 @@
 // Tiles, where chains are too few for the threads: one round of tasks that take turns (interface/ways.h).
-// Tasks, in this order: the packing of every query block and of every key block, what has to be known of
-// whole rows, parts of key blocks against parts of query blocks, and the storing of what they add up to.
+// Tasks of each chain, in this order: the packing of every query block and of every key block, what has to be
+// known of whole rows, parts of key blocks against parts of query blocks, and the storing of what they add up
+// to.
 //
 // Each part of a key block has a lane, and each part of a head's query block: what was done last to its sums.
 // A task makes P and dS when its packs are there, and adds them to a gradient when those before it have. In
@@ -87,32 +88,62 @@ int64_t Tiles<S>::query_lane(Unit unit, int64_t group_head, int64_t block, int64
          part;
 }
 
+// A chain after the other: what it has at work at a time is as little as its threads need.
 template <typename S>
 void Tiles<S>::run_in_turn(int64_t task, const Turns& turns) {
-  if (task < plan_.pack_tasks) return pack_in_turn(task, turns);
-  task -= plan_.pack_tasks;
-  if (task < plan_.row_tasks) return make_rows_in_turn(task, turns);
-  task -= plan_.row_tasks;
-  if (task < plan_.part_tasks) return meet_in_turn(meeting_at(task), turns);
-  store_in_turn(task - plan_.part_tasks, turns);
-}
-
-// Query blocks come first, of all heads; then key blocks.
-template <typename S>
-void Tiles<S>::pack_in_turn(int64_t task, const Turns& turns) {
-  const int64_t query_tasks = shape_.batch * shape_.query_heads * plan_.query_blocks;
-  if (task < query_tasks) {
-    const auto [unit, group_head, block] = query_block_at(task);
-    memory_.take_from_shared(shared_, unit);
-    pack_queries(unit, group_head, block);
-    memory_.clear_query_sums(group_head, block);
-    for (int64_t i = 0; i < plan_.query_parts; ++i) {
-      turns.set(query_lane(unit, group_head, block, i), plan_.row_tasks > 0 ? kPacked : kReady);
+  const int64_t chain = task / turns_of_chain(plan_);
+  const Range members = chain_members(chains_, chain);
+  const int64_t units = members.end - members.begin, heads = units * group_;
+  const int64_t query_blocks = heads * plan_.query_blocks, key_blocks = units * plan_.key_blocks;
+  const auto unit_of = [&](int64_t index) {
+    return chain_unit(shape_, chains_, chain, members.begin + index);
+  };
+  task %= turns_of_chain(plan_);
+  if (task < plan_.pack_tasks) {
+    if (task < query_blocks) {
+      const int64_t head = task / plan_.query_blocks;
+      return pack_queries_in_turn(unit_of(head / group_), head % group_, task % plan_.query_blocks, turns);
+    }
+    task -= query_blocks;
+    if (task < key_blocks) {
+      pack_keys_in_turn(unit_of(task / plan_.key_blocks), task % plan_.key_blocks, turns);
     }
     return;
   }
-  const Unit unit = unit_at(shape_, (task - query_tasks) / plan_.key_blocks);
-  const int64_t block = (task - query_tasks) % plan_.key_blocks;
+  task -= plan_.pack_tasks;
+  if (task < plan_.row_tasks) {
+    const int64_t head = task / plan_.query_blocks;
+    if (head < heads) {
+      make_rows_in_turn(unit_of(head / group_), head % group_, task % plan_.query_blocks, turns);
+    }
+    return;
+  }
+  task -= plan_.row_tasks;
+  if (task < plan_.part_tasks) return meet_in_turn(meeting_at(chain, task), turns);
+  task -= plan_.part_tasks;
+  // Those that are done first come first: query blocks from the first on, key blocks from the last.
+  if (task < query_blocks) {
+    const int64_t head = task % heads;
+    return store_queries_in_turn(unit_of(head / group_), head % group_, task / heads, turns);
+  }
+  task -= query_blocks;
+  if (task < key_blocks) {
+    store_keys_in_turn(unit_of(task % units), plan_.key_blocks - 1 - task / units, turns);
+  }
+}
+
+template <typename S>
+void Tiles<S>::pack_queries_in_turn(Unit unit, int64_t group_head, int64_t block, const Turns& turns) {
+  memory_.take_from_shared(shared_, unit);
+  pack_queries(unit, group_head, block);
+  memory_.clear_query_sums(group_head, block);
+  for (int64_t i = 0; i < plan_.query_parts; ++i) {
+    turns.set(query_lane(unit, group_head, block, i), plan_.row_tasks > 0 ? kPacked : kReady);
+  }
+}
+
+template <typename S>
+void Tiles<S>::pack_keys_in_turn(Unit unit, int64_t block, const Turns& turns) {
   memory_.take_from_shared(shared_, unit);
   pack_keys(unit, block);
   memory_.clear_key_sums(block);
@@ -121,8 +152,7 @@ void Tiles<S>::pack_in_turn(int64_t task, const Turns& turns) {
 
 // make_rows() for one query block of one head.
 template <typename S>
-void Tiles<S>::make_rows_in_turn(int64_t task, const Turns& turns) {
-  const auto [unit, group_head, block] = query_block_at(task);
+void Tiles<S>::make_rows_in_turn(Unit unit, int64_t group_head, int64_t block, const Turns& turns) {
   const auto scratch = take_key_query_scratch<S>(arena_, params_, plan_.block_keys, plan_.block_queries);
   memory_.take_from_shared(shared_, unit);
   KeyQueryBlock<S> scores(params_, plan_, scratch);
@@ -134,10 +164,10 @@ void Tiles<S>::make_rows_in_turn(int64_t task, const Turns& turns) {
 
 // In each phase those that wait for nothing in it come first: diagonal after diagonal of the places.
 template <typename S>
-typename Tiles<S>::Meeting Tiles<S>::meeting_at(int64_t task) const {
-  const int64_t of_place = chains_.count * plan_.segments,
-                of_phase = of_place * key_places(plan_) * query_places(plan_);
-  int64_t place = task % of_phase / of_place, diagonal = 0, first = 0;  // key place of the diagonal's first
+typename Tiles<S>::Meeting Tiles<S>::meeting_at(int64_t chain, int64_t task) const {
+  const int64_t of_phase = plan_.segments * key_places(plan_) * query_places(plan_);
+  int64_t place = task % of_phase / plan_.segments, diagonal = 0,
+          first = 0;  // key place of the diagonal's first
   for (;; ++diagonal) {
     first = larger(0, diagonal - query_places(plan_) + 1);
     const int64_t count = smaller(diagonal, key_places(plan_) - 1) - first + 1;
@@ -147,7 +177,7 @@ typename Tiles<S>::Meeting Tiles<S>::meeting_at(int64_t task) const {
   Meeting at{};
   at.group_head = task / of_phase / plan_.segments;
   at.phase = task / of_phase % plan_.segments;
-  at.chain = task % of_place / plan_.segments;
+  at.chain = chain;
   at.key_segment = task % plan_.segments;
   at.query_segment = (at.key_segment + at.phase) % plan_.segments;
   at.key_place = first + place;
@@ -196,27 +226,23 @@ void Tiles<S>::meet_in_turn(const Meeting& at, const Turns& turns) {
   }
 }
 
-// Those that are done first come first: query blocks from the first on, key blocks from the last.
 template <typename S>
-void Tiles<S>::store_in_turn(int64_t task, const Turns& turns) {
-  const int64_t heads = shape_.batch * shape_.query_heads, units = unit_count(shape_);
-  if (task < heads * plan_.query_blocks) {
-    const auto [unit, group_head, block] = query_block_at(task % heads * plan_.query_blocks + task / heads);
-    memory_.take_from_shared(shared_, unit);
-    const int64_t segment = segment_of(plan_.query_blocks, block);
-    const int64_t first = (block - query_segment(segment).begin) * plan_.query_parts;
-    for (int64_t i = 0; i < plan_.query_parts; ++i) {
-      turns.wait(query_lane(unit, group_head, block, i),
-                 query_lane_before(segment, first + i, plan_.segments * key_places(plan_)));
-    }
-    store_query_block(unit, group_head, block);
-    if (block > 0 || params_.grad_sinks == nullptr) return;
-    for (int64_t i = 0; i < plan_.query_blocks; ++i) turns.wait(query_lane(unit, group_head, i, 0), kReady);
-    return store_sink_of(unit, group_head);
+void Tiles<S>::store_queries_in_turn(Unit unit, int64_t group_head, int64_t block, const Turns& turns) {
+  memory_.take_from_shared(shared_, unit);
+  const int64_t segment = segment_of(plan_.query_blocks, block);
+  const int64_t first = (block - query_segment(segment).begin) * plan_.query_parts;
+  for (int64_t i = 0; i < plan_.query_parts; ++i) {
+    turns.wait(query_lane(unit, group_head, block, i),
+               query_lane_before(segment, first + i, plan_.segments * key_places(plan_)));
   }
-  task -= heads * plan_.query_blocks;
-  const Unit unit = unit_at(shape_, task % units);
-  const int64_t block = plan_.key_blocks - 1 - task / units;
+  store_query_block(unit, group_head, block);
+  if (block > 0 || params_.grad_sinks == nullptr) return;
+  for (int64_t i = 0; i < plan_.query_blocks; ++i) turns.wait(query_lane(unit, group_head, i, 0), kReady);
+  store_sink_of(unit, group_head);
+}
+
+template <typename S>
+void Tiles<S>::store_keys_in_turn(Unit unit, int64_t block, const Turns& turns) {
   memory_.take_from_shared(shared_, unit);
   const int64_t segment = segment_of(plan_.key_blocks, block);
   const int64_t first = (block - key_segment(segment).begin) * plan_.key_parts;
