@@ -4,13 +4,14 @@
     python benchmarks/many_cores.py --cells llama-2048 --dtype bfloat16 --mode fwd --threads 64
 
 A call is cut into tasks for so many threads. Here they run one after the other on one thread, and each is
-timed; the least of some turns counts. Then they are dealt out as threads would take them, all of a round before
-the next (csrc/cpu/task_queues.h): those of a queue in their order, each to the thread at that queue that is free
-first. Where tasks take turns, each step of one is timed, and a thread waits where the task has to wait for
-another one's step; the queues run one after the other, as if the threads at one had a cache of their own. A
-round costs what it takes here to start two threads and to wait for both, once for every doubling of the threads.
-The efficiency is the time of the tasks on one thread over threads x finish: 1 is perfect. What the call takes
-beside its tasks, memory from the system and back above all, has a column of its own.
+timed; the least of some turns counts. Then they are dealt out as threads would take them, all of a round
+before the next (csrc/cpu/task_queues.h): those of a queue in their order, each to the thread at that queue
+that is free first. Where tasks take turns, each step of one is timed, and a thread waits where the task has
+to wait for another one's step; the queues run one after the other, as if the threads at one had a cache of
+their own. A round costs what it takes here to start two threads and to wait for both, once for every
+doubling of the threads. The efficiency is the time of the tasks on one thread over threads x finish: 1 is
+perfect. What the call takes beside its tasks, memory from the system and back above all, has a column of
+its own.
 
 What it leaves out: caches and memory that cores share, and clocks that fall when many cores work. Decoding
 is bound by memory: for it the table shows how evenly the bytes are dealt out.
