@@ -20,7 +20,9 @@ struct PlannedCall {
     if (plan.thread_bytes > 0) std::memset(thread_scratch, 0, kNotesBytes);
   }
   int64_t tasks(int64_t round) const { return way.tasks(plan, round); }
-  TurnsPlan turns_of(int64_t round) const { return way.turns == nullptr ? TurnsPlan{} : way.turns(plan, round); }
+  TurnsPlan turns_of(int64_t round) const {
+    return way.turns == nullptr ? TurnsPlan{} : way.turns(plan, round);
+  }
   void run(int64_t round, int64_t task, void* shared, void* thread_scratch, const Turns& turns) const {
     if (turns_of(round).lanes > 0) return way.run_in_turn(params, plan, task, shared, thread_scratch, turns);
     way.run(params, plan, round, task, shared, thread_scratch);

@@ -166,8 +166,8 @@ void Tiles<S>::make_rows_in_turn(Unit unit, int64_t group_head, int64_t block, c
 template <typename S>
 typename Tiles<S>::Meeting Tiles<S>::meeting_at(int64_t chain, int64_t task) const {
   const int64_t of_phase = plan_.segments * key_places(plan_) * query_places(plan_);
-  int64_t place = task % of_phase / plan_.segments, diagonal = 0,
-          first = 0;  // key place of the diagonal's first
+  int64_t place = task % of_phase / plan_.segments;
+  int64_t diagonal = 0, first = 0;  // key place of the diagonal's first
   for (;; ++diagonal) {
     first = larger(0, diagonal - query_places(plan_) + 1);
     const int64_t count = smaller(diagonal, key_places(plan_) - 1) - first + 1;
