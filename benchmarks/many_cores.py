@@ -106,8 +106,8 @@ class TaskQueues:
         self.left = [iter(range(end - count, end)) for end, (count, _) in zip(ends, queues, strict=True)]
         self.useful = [useful for _, useful in queues]
         places = [queue for queue, useful in enumerate(self.useful) for _ in range(min(useful, threads))]
-        step = min(1.0, len(places) / threads)
-        self.queue_of = [places[int(thread * step)] for thread in range(threads)]
+        enough = max(threads, len(places))
+        self.queue_of = [places[thread * len(places) // enough] for thread in range(threads)]
         self.at_work = [self.queue_of.count(queue) for queue in range(len(queues))]
 
     def take(self, thread: int) -> int | None:

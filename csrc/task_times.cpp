@@ -4,7 +4,7 @@
 
 namespace attn_ext {
 
-std::vector<RoundTimes> task_times(const std::function<void()>& call) {
+cpu::TaskTimes task_times(const std::function<void()>& call) {
   cpu::TaskTimes times;
   cpu::times_wanted = &times;
   struct Reset {

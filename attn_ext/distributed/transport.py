@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import torch.distributed
+import torch.distributed as dist
 from torch import Tensor
 
-# Its functions have the default group as a default argument. First imported while there is a group, as an
-# optimizer does, it keeps that group and its threads after destroy_process_group().
-if torch.distributed.is_available():
+# Functions of torch.distributed.nn have the default group as a default argument. First imported while there
+# is a group, as an optimizer does, the module keeps that group and its threads after destroy_process_group().
+if dist.is_available():
     import torch.distributed.nn
 
 #: Waits for the messages that an exchange receives, by their senders.
@@ -48,15 +48,11 @@ class GroupTransport:
     """Over a process group of :mod:`torch.distributed`, the default one if None."""
 
     def __init__(self, group: Any = None) -> None:
-        import torch.distributed as dist
-
         self.group = group
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
 
     def all_gather(self, message: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        import torch.distributed as dist
-
         largest = max(sizes)  # gloo gathers messages of one size only
         padded = message if message.numel() == largest else message.new_zeros(largest)
         if padded is not message:
@@ -69,15 +65,11 @@ class GroupTransport:
         return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
     def all_to_all(self, sent: Tensor, parts: Sequence[int], sizes: Sequence[int]) -> list[Tensor]:
-        import torch.distributed as dist
-
         received = sent.new_empty(sum(sizes))
         dist.all_to_all_single(received, sent, list(sizes), list(parts), group=self.group)
         return list(received.split_with_sizes(list(sizes)))
 
     def exchange(self, sent: Mapping[int, Tensor], sizes: Mapping[int, int], like: Tensor) -> Arrival:
-        import torch.distributed as dist
-
         group: Any = dist.group.WORLD if self.group is None else self.group
         received = {rank: like.new_empty(size) for rank, size in sizes.items()}
         others = [

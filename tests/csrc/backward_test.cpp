@@ -881,7 +881,10 @@ void add_joined_heads(const Add& add) {
     c.query_heads = 70;
     c.mask = "rc";
   });
-  joined("of several blocks", [](Case& c) { sized(c, 110, 301, 24, 40); });
+  joined("of several blocks", [](Case& c) {
+    sized(c, 32, 301, 24, 40);
+    c.query_heads = 20;
+  });
   joined("past the caches", [](Case& c) {
     sized(c, 5, 9001, 37, 83);
     c.query_heads = 12;

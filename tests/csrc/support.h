@@ -301,18 +301,25 @@ void run_tasks(int64_t count, int threads, Function function) {
 #endif
 }
 
-// A round whose tasks take turns: on one thread in their order, where no task may have to wait; else by
-// `threads` threads, and not as run_tasks() mixes them up: each takes its own in their order.
+// A round whose tasks take turns: on one thread the last chain first, those of each in their order, where no
+// task may have to wait; else by `threads` threads, and not as run_tasks() mixes them up: each takes its own
+// in their order.
 template <typename Function>
-void run_in_turn(int64_t count, int64_t lanes, int threads, Function function) {
+void run_in_turn(int64_t count, const cpu::TurnsPlan& plan, int threads, Function function) {
+  const int64_t lanes = plan.lanes, chain_tasks = count / plan.chains;
+  check(chain_tasks * plan.chains == count, "chains are as long as each other");
+  check(plan.chain_threads > 0, "a chain is work for a thread");
   std::vector<char> bytes(static_cast<size_t>(lanes + 1) * sizeof(cpu::Lanes::Lane));
   auto* const memory = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(bytes.data()) + 63) / 64 * 64);
   cpu::Turns turns = cpu::Lanes(memory, lanes).turns(0);
   if (threads == 1) {
     turns.wait_for = [](void* self, int64_t lane, int64_t number) {
-      check(static_cast<cpu::Lanes::Lane*>(self)[lane].number >= number, "a task waits for one behind it");
+      check(static_cast<cpu::Lanes::Lane*>(self)[lane].number >= number,
+            "a task waits for one behind it, or of another chain");
     };
-    for (int64_t task = 0; task < count; ++task) function(task, 0, turns);
+    for (int64_t chain = plan.chains - 1; chain >= 0; --chain) {
+      for (int64_t i = 0; i < chain_tasks; ++i) function(chain * chain_tasks + i, 0, turns);
+    }
     return;
   }
   std::vector<std::thread> team;
@@ -351,8 +358,8 @@ auto run_call(const Ways& ways, const Params& params, int threads, bool one_take
     const auto run = [&](int64_t task, int slot, const cpu::Turns& turns) {
       call.run(round, task, memory.shared(), memory.own(slot), turns);
     };
-    if (const int64_t lanes = call.turns_of(round).lanes; lanes > 0) {
-      run_in_turn(call.tasks(round), lanes, one_takes_turns ? 1 : threads, run);
+    if (const cpu::TurnsPlan turns = call.turns_of(round); turns.lanes > 0) {
+      run_in_turn(call.tasks(round), turns, one_takes_turns ? 1 : threads, run);
     } else {
       run_tasks(call.tasks(round), threads, [&](int64_t task, int slot) { run(task, slot, {}); });
     }

@@ -112,8 +112,8 @@ void Tiles<S>::run_in_turn(int64_t task, const Turns& turns) {
   }
   task -= plan_.pack_tasks;
   if (task < plan_.row_tasks) {
-    const int64_t head = task / plan_.query_blocks;
-    if (head < heads) {
+    if (task < query_blocks) {
+      const int64_t head = task / plan_.query_blocks;
       make_rows_in_turn(unit_of(head / group_), head % group_, task % plan_.query_blocks, turns);
     }
     return;
