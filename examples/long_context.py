@@ -194,6 +194,10 @@ def progress(steps: range) -> Iterator[int]:
 
 def connect() -> None:
     """The processes that torchrun started; without it, one."""
+    # The default group is a default argument in there. First imported while there is a group, as an optimizer
+    # does, the module would keep it and its threads after they were destroyed.
+    import torch.distributed.nn  # noqa: F401
+
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     else:

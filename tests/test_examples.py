@@ -128,6 +128,19 @@ class TestLongContext:
         for name, expected in states[0].items():
             torch.testing.assert_close(states[1][name], expected, rtol=1e-3, atol=1e-4)
 
+    @pytest.mark.skipif(sys.platform != "linux", reason="reads the threads' names from /proc")
+    def test_its_group_is_gone_at_the_end(self, arguments):
+        """A thread of gloo that is left when Python ends may abort the process."""
+        program = """
+import pathlib, runpy, sys
+runpy.run_path(sys.argv[1])["main"](sys.argv[2:])
+print("threads:", *(path.read_text().strip() for path in pathlib.Path("/proc/self/task").glob("*/comm")))
+"""
+        command = [sys.executable, "-c", program, ROOT / "examples/long_context.py"]
+        command += arguments("out", "--steps", "2")
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        assert "threads: " in done.stdout and "gloo" not in done.stdout
+
     @pytest.mark.parametrize("more", [["--resume"], ["--context", "100000"]])
     def test_refuses_what_cannot_be(self, long_context, arguments, capsys, more):
         with pytest.raises(SystemExit) as stop:
@@ -414,13 +427,15 @@ def test_many_cores_deals_tasks_out():
     assert rows == ["tiny fwd", "tiny bwd", "bert-128 fwd", "bert-128 bwd"]
     finish = load("benchmarks/many_cores.py").finish
     ends = {seconds: [(seconds, False, -1, 0)] for seconds in (1.0, 2.0, 3.0)}
-    assert finish([ends[3.0], ends[1.0], ends[1.0], ends[1.0]], 2) == 3.0
-    assert finish([ends[1.0], ends[1.0], ends[1.0], ends[3.0]], 2) == 4.0  # the largest last
-    assert finish([ends[1.0], ends[2.0]], 64) == 2.0
+    assert finish(([(4, 2)], [ends[3.0], ends[1.0], ends[1.0], ends[1.0]]), 2) == 3.0
+    assert finish(([(4, 2)], [ends[1.0], ends[1.0], ends[1.0], ends[3.0]]), 2) == 4.0  # the largest last
+    assert finish(([(2, 64)], [ends[1.0], ends[2.0]]), 64) == 2.0
+    assert finish(([(3, 1), (1, 1)], [ends[1.0], ends[1.0], ends[1.0], ends[3.0]]), 2) == 3.0  # a queue each
+    assert finish(([(1, 1), (3, 1)], [ends[1.0], ends[1.0], ends[2.0], ends[1.0]]), 2) == 3.0  # then helps
     first = [(3.0, False, 7, 2), (1.0, False, -1, 0)]  # sets lane 7 to 2 after 3 seconds
     second = [(1.0, True, 7, 1), (2.0, False, -1, 0)]  # waits for that
-    assert finish([first, second], 1) == 7.0
-    assert finish([first, second], 2) == 5.0
+    assert finish(([(2, 2)], [first, second]), 1) == 7.0
+    assert finish(([(2, 2)], [first, second]), 2) == 5.0
 
 
 class TestCliffs:

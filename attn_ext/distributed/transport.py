@@ -6,11 +6,6 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-# Functions of torch.distributed.nn have the default group as a default argument. First imported while there
-# is a group, as an optimizer does, the module keeps that group and its threads after destroy_process_group().
-if dist.is_available():
-    import torch.distributed.nn  # noqa: F401
-
 #: Waits for the messages that an exchange receives, by their senders.
 Arrival = Callable[[], dict[int, Tensor]]
 
