@@ -8,8 +8,9 @@ timed; the least of some turns counts. Then they are dealt out as threads would 
 before the next (csrc/cpu/task_queues.h): those of a queue in their order, each to the thread at that queue
 that is free first. Where tasks take turns, each step of one is timed, and a thread waits where the task has
 to wait for another one's step; the queues run one after the other, as if the threads at one had a cache of
-their own. A round costs what it takes here to start two threads and to wait for both, once for every
-doubling of the threads. The efficiency is the time of the tasks on one thread over threads x finish: 1 is
+their own. A call costs what it takes here to call two threads together and to wait for both, each
+round but the first what two threads take that wait for each other in between, once for every doubling of the
+threads. The efficiency is the time of the tasks on one thread over threads x finish: 1 is
 perfect. What the call takes beside its tasks, memory from the system and back above all, has a column of
 its own.
 
@@ -155,23 +156,18 @@ def finish(round: tuple[Queues, Tasks], threads: int) -> float:
     return end
 
 
-def round_cost() -> float:
-    """Seconds that it takes to give two threads a task each that does nothing, and to wait for both."""
-    tensor = torch.zeros(2**16)
-    torch.set_num_threads(2)
-    pair = [_median(lambda: tensor.add_(0.0)) for _ in range(5)]
-    torch.set_num_threads(1)
-    alone = [_median(lambda: tensor.add_(0.0)) for _ in range(5)]
-    return max(min(pair) - min(alone) / 2, 0.0)
+def round_costs() -> tuple[float, float]:
+    """Seconds that it takes to call two threads together and to wait for both, and, once they are there, from
+    the last task of a round to the first of the next."""
+    one, many = _seconds_beside_tasks(1), _seconds_beside_tasks(9)
+    return one, max(many - one, 0.0) / 8
 
 
-def _median(call: Callable[[], object]) -> float:
-    samples = []
-    for _ in range(300):
-        start = time.perf_counter()
-        call()
-        samples.append(time.perf_counter() - start)
-    return statistics.median(samples)
+def _seconds_beside_tasks(rounds: int, task: float = 5e-6) -> float:
+    medians = []
+    for _ in range(5):
+        medians.append(statistics.median(_C.time_of_rounds(rounds, 2, task) for _ in range(1000)))
+    return max(min(medians) - rounds * task, 0.0)
 
 
 def with_progress(cases: list[tuple[Cell, str, str]]) -> Iterable[tuple[Cell, str, str]]:
@@ -192,8 +188,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5, help="of which the least time of a task counts")
     options = parser.parse_args()
 
-    cost = round_cost()
-    print(f"a round on two threads: {cost * 1e6:.1f} us\n")
+    first, further = round_costs()
+    print(f"two threads: called together {first * 1e6:.2f} us, a further round {further * 1e6:.2f} us\n")
     columns = " | ".join(f"{threads} threads" for threads in options.threads)
     print(f"| cell | one thread | beside | {columns} | wanted at 64 | tasks at {options.threads[-1]} |")
     print("|---" * (len(options.threads) + 5) + "|")
@@ -213,7 +209,8 @@ def main() -> None:
         for threads in options.threads:
             rounds, _ = timed(call, threads, options.turns)
             steps = max(threads - 1, 0).bit_length()
-            whole = sum(finish(round, threads) + steps * cost for round in rounds)
+            waits = steps * (first + (len(rounds) - 1) * further)
+            whole = waits + sum(finish(round, threads) for round in rounds)
             row.append(f"{one / (threads * whole):.2f}")
         counts = [len(tasks) for _, tasks in rounds]
         tasks = " + ".join(

@@ -14,4 +14,8 @@ namespace attn_ext {
 /// it lasts no other thread may use attn_ext.
 ATTN_EXT_API cpu::TaskTimes task_times(const std::function<void()>& call);
 
+/// Seconds of a call of so many rounds, a task for each of `threads` threads in each, that keeps it busy for
+/// `seconds`.
+ATTN_EXT_API double time_of_rounds(int64_t rounds, int threads, double seconds);
+
 }  // namespace attn_ext

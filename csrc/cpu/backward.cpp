@@ -258,7 +258,7 @@ SdpaInputs backward_cpu(const SdpaOutputs& grads, const SdpaArgs& args, const Sa
       if (!call.plan.fills_mask_grad) {
         outgoing.clear_mask_of_slice(batch, batches, sizes.batch);
       }
-      run_rounds(call, threads);
+      run_call(call, threads);
     }
     outgoing.add_slice(batch, batches, threads);
   }

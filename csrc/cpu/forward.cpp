@@ -18,7 +18,7 @@ namespace {
 
 void run_forward(const KernelTable& table, at::ScalarType dtype, const ForwardParams& params) {
   const int threads = useful_threads(work_of(params.shape));
-  run_rounds(plan_call(kernels_of(table.forward, dtype), params, threads), threads);
+  run_call(plan_call(kernels_of(table.forward, dtype), params, threads), threads);
 }
 
 void run_packed_forward(const KernelTable& table, const SdpaArgs& args, const ForwardParams& params,

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <optional>
 #include <vector>
 
 #include "../sequences.h"
@@ -69,56 +70,30 @@ template <class Call>
 class JoinedCalls {
  public:
   /// `calls` in the order in which they begin.
-  explicit JoinedCalls(std::vector<Call> calls) : calls_(std::move(calls)), shared_(calls_.size()) {
+  JoinedCalls(std::vector<Call> calls, int threads)
+      : calls_(std::move(calls)), shared_at_(calls_.size()), noted_(static_cast<size_t>(threads)) {
+    int64_t shared_bytes = 0, rounds = 0;
     for (size_t i = 0; i < calls_.size(); ++i) {
       const auto& plan = calls_[i].plan;
-      shared_[i] = shared_bytes_;
-      shared_bytes_ += (plan.shared_bytes + 63) / 64 * 64;
+      shared_at_[i] = shared_bytes;
+      shared_bytes += (plan.shared_bytes + 63) / 64 * 64;
       thread_bytes_ = std::max(thread_bytes_, plan.thread_bytes);
-      rounds_ = std::max(rounds_, plan.rounds);
+      rounds = std::max(rounds, plan.rounds);
+    }
+    shared_.emplace(shared_bytes);
+    own_.emplace(thread_bytes_ * threads);
+    for (int64_t round = 0; round < rounds; ++round) {
+      rounds_.push_back({ends_of([round](const Call& call) { return call.tasks(round); }, round),
+                         ends_of([round](const Call& call) { return call.turns_of(round).lanes; }, round)});
     }
   }
 
-  void run(int threads) const {
-    const Scratch shared(shared_bytes_), own(thread_bytes_ * threads);
-    // Whose notes a thread's memory holds.
-    std::vector<const Call*> at_work(static_cast<size_t>(threads), nullptr);
-    for (int64_t round = 0; round < rounds_; ++round) {
-      const std::vector<int64_t> ends =
-          ends_of([round](const Call& call) { return call.tasks(round); }, round);
-      const std::vector<int64_t> lane_ends =
-          ends_of([round](const Call& call) { return call.turns_of(round).lanes; }, round);
-      const auto queues = queues_of(round, threads);
-      run_in_turn(queues, lane_ends.back(), threads, [&](int64_t task, int64_t slot, Turns turns) {
-        const auto i = static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), task) - ends.begin());
-        const Call& call = calls_[i];
-        char* scratch = own.data() + slot * thread_bytes_;
-        const Call*& noted = at_work[static_cast<size_t>(slot)];
-        if (noted != &call) {
-          call.begin(scratch);
-          noted = &call;
-        }
-        turns.first_lane += i == 0 ? 0 : lane_ends[i - 1];
-        call.run(round, task - (i == 0 ? 0 : ends[i - 1]), shared.data() + shared_[i], scratch, turns);
-      });
-    }
-  }
+  int64_t rounds() const { return std::ssize(rounds_); }
+  int64_t tasks(int64_t round) const { return at(round).task_ends.back(); }
+  int64_t lanes(int64_t round) const { return at(round).lane_ends.back(); }
 
- private:
-  /// Tasks or lanes of a round, up to and with each call.
-  template <class Count>
-  std::vector<int64_t> ends_of(Count count, int64_t round) const {
-    std::vector<int64_t> ends(calls_.size());
-    int64_t all = 0;
-    for (size_t i = 0; i < calls_.size(); ++i) {
-      all += round < calls_[i].plan.rounds ? count(calls_[i]) : 0;
-      ends[i] = all;
-    }
-    return ends;
-  }
-
-  /// Of a round: a queue for each chain that takes turns, one for all calls between two that do.
-  std::vector<TaskQueue> queues_of(int64_t round, int threads) const {
+  /// A queue for each chain that takes turns, one for all calls between two that do.
+  std::vector<TaskQueue> queues(int64_t round, int threads) const {
     std::vector<TaskQueue> queues;
     bool open = false;
     for (const Call& call : calls_) {
@@ -136,9 +111,44 @@ class JoinedCalls {
     return queues;
   }
 
+  void run(int64_t round, int64_t task, int64_t slot, Turns turns) const {
+    const auto& [ends, lane_ends] = at(round);
+    const auto i = static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), task) - ends.begin());
+    const Call& call = calls_[i];
+    char* scratch = own_->data() + slot * thread_bytes_;
+    const Call*& noted = noted_[static_cast<size_t>(slot)];
+    if (noted != &call) {
+      call.begin(scratch);
+      noted = &call;
+    }
+    turns.first_lane += i == 0 ? 0 : lane_ends[i - 1];
+    call.run(round, task - (i == 0 ? 0 : ends[i - 1]), shared_->data() + shared_at_[i], scratch, turns);
+  }
+
+ private:
+  /// Tasks and lanes, up to and with each call.
+  struct Round {
+    std::vector<int64_t> task_ends, lane_ends;
+  };
+  const Round& at(int64_t round) const { return rounds_[static_cast<size_t>(round)]; }
+
+  template <class Count>
+  std::vector<int64_t> ends_of(Count count, int64_t round) const {
+    std::vector<int64_t> ends(calls_.size());
+    int64_t all = 0;
+    for (size_t i = 0; i < calls_.size(); ++i) {
+      all += round < calls_[i].plan.rounds ? count(calls_[i]) : 0;
+      ends[i] = all;
+    }
+    return ends;
+  }
+
   std::vector<Call> calls_;
-  std::vector<int64_t> shared_;  // where the call's shared memory begins
-  int64_t shared_bytes_ = 0, thread_bytes_ = 0, rounds_ = 0;
+  std::vector<int64_t> shared_at_;  // where the call's shared memory begins
+  int64_t thread_bytes_ = 0;
+  std::vector<Round> rounds_;
+  std::optional<Scratch> shared_, own_;
+  mutable std::vector<const Call*> noted_;  // whose notes a thread's memory holds
 };
 
 /// All problems over torch's threads, as many at a time as keep what they share in bounds.
@@ -162,7 +172,7 @@ void run_problems(const Ways& ways, const std::vector<Params>& problems) {
     const double share = all > 0 ? work(i) / all * threads : threads;
     Call call = plan_call(ways, problems[i], std::clamp(static_cast<int>(share + 1), 1, threads));
     if (!wave.empty() && bytes + call.plan.shared_bytes > kSharedBytes) {
-      JoinedCalls<Call>(std::move(wave)).run(threads);
+      run_rounds(JoinedCalls<Call>(std::move(wave), threads), threads);
       wave.clear();
       bytes = 0;
     }
@@ -170,7 +180,7 @@ void run_problems(const Ways& ways, const std::vector<Params>& problems) {
     wave.push_back(call);
   }
   if (!wave.empty()) {
-    JoinedCalls<Call>(std::move(wave)).run(threads);
+    run_rounds(JoinedCalls<Call>(std::move(wave), threads), threads);
   }
 }
 

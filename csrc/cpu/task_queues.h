@@ -4,7 +4,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <utility>
 #include <vector>
+
+#include "wait_until.h"
 
 namespace attn_ext::cpu {
 
@@ -19,21 +22,30 @@ struct TaskQueue {
 /// queue with the fewest threads for what it could use.
 class TaskQueues {
  public:
-  TaskQueues(const std::vector<TaskQueue>& queues, int threads)
-      : queues_(queues), states_(queues.size()), threads_(threads) {}
+  TaskQueues(std::vector<TaskQueue> queues, int threads)
+      : queues_(std::move(queues)), states_(queues_.size()), threads_(threads) {
+    for (const TaskQueue& queue : queues_) left_ += queue.count;
+  }
 
   /// function(task) for the tasks that this thread gets.
   template <class Function>
   void work(int64_t slot, Function function) {
+    int64_t done = 0;
     for (int64_t i = first_queue(slot); i >= 0; i = next_queue()) {
       const TaskQueue& queue = queues_[static_cast<size_t>(i)];
       State& state = states_[static_cast<size_t>(i)];
       ++state.threads;
       for (int64_t task = state.next++; task < queue.count; task = state.next++) {
         function(queue.first + task);
+        ++done;
       }
       --state.threads;
     }
+    if (done > 0) left_.fetch_sub(done, std::memory_order_release);
+  }
+  /// Until all tasks are done; what they wrote can be read then.
+  void wait() const {
+    wait_until([this] { return left_.load(std::memory_order_acquire) == 0; });
   }
 
  private:
@@ -70,9 +82,10 @@ class TaskQueues {
     return best;
   }
 
-  const std::vector<TaskQueue>& queues_;
+  const std::vector<TaskQueue> queues_;
   std::vector<State> states_;
   const int64_t threads_;
+  alignas(64) std::atomic<int64_t> left_{0};  // not yet done
 };
 
 }  // namespace attn_ext::cpu

@@ -1,83 +1,22 @@
-// Rounds of independent tasks over torch's threads, and the memory that they work in.
+// Rounds of tasks over torch's threads.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <new>
+#include <deque>
 #include <tuple>
 #include <utility>
 #include <vector>
 
-#include "huge_pages.h"
 #include "kernels/interface/ways.h"
 #include "openmp.h"
+#include "scratch.h"
 #include "task_queues.h"
 #include "turns.h"
 
 namespace attn_ext::cpu {
-
-/// Memory for the time of a call, aligned for any vector. The blocks given back last are kept for the next
-/// calls, since to touch fresh pages takes as long as a good part of a short call's work.
-class Scratch {
- public:
-  explicit Scratch(int64_t bytes) {
-    if (bytes <= 0) {
-      return;
-    }
-    const auto size = static_cast<size_t>(bytes) + kHeaderBytes;
-    for (auto& slot : kept_) {
-      Block* block = slot.exchange(nullptr);
-      if (block != nullptr && block->size >= size) {
-        block_ = block;
-        return;
-      }
-      release(block);
-    }
-    block_ = allocate(size);
-  }
-  ~Scratch() {
-    if (block_ == nullptr || block_->size > kKeptBytes) {
-      release(block_);
-      return;
-    }
-    for (auto& slot : kept_) {
-      block_ = slot.exchange(block_);
-    }
-    release(block_);
-  }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-
-  char* data() const { return block_ == nullptr ? nullptr : reinterpret_cast<char*>(block_) + kHeaderBytes; }
-
- private:
-  struct Block {
-    size_t size;  // with this header
-    std::align_val_t alignment;
-  };
-  static constexpr size_t kHeaderBytes = 64;
-  static constexpr size_t kKeptBytes = size_t{1} << 25;  // of a block, at most
-
-  static Block* allocate(size_t size) {
-    const bool huge = size >= kHugePage;
-    const std::align_val_t alignment{huge ? kHugePage : kHeaderBytes};
-    size = huge ? (size + kHugePage - 1) / kHugePage * kHugePage : size;
-    void* memory = ::operator new(size, alignment);
-    if (huge) {
-      ask_for_huge_pages(memory, size);
-    }
-    return new (memory) Block{size, alignment};
-  }
-  static void release(Block* block) {
-    if (block != nullptr) {
-      ::operator delete(block, block->alignment);
-    }
-  }
-
-  static inline std::atomic<Block*> kept_[2] = {};
-  Block* block_ = nullptr;
-};
 
 /// Of a task: the seconds of some of its work, then the lane that it waits for, or (wait is false) sets, and
 /// the number; lane -1 at its end.
@@ -156,44 +95,87 @@ inline void add_chains(const TurnsPlan& turns, int64_t tasks, std::vector<TaskQu
   }
 }
 
-/// function(task, slot, turns) for every task of the queues of a round with so many lanes.
-template <class Function>
-void run_in_turn(const std::vector<TaskQueue>& queues, int64_t lanes, int threads, Function function) {
-  const int64_t tasks = queues.empty() ? 0 : queues.back().first + queues.back().count;
+/// All rounds of some work, which has
+///
+///   int64_t rounds()
+///   int64_t tasks(round), lanes(round)
+///   std::vector<TaskQueue> queues(round, threads)
+///   void run(round, task, slot, turns)
+///
+/// Threads are called together once, not once a round: in between each waits for the others where they are,
+/// which takes a tenth of that.
+template <class Work>
+void run_rounds(const Work& work, int threads) {
+  const int64_t rounds = work.rounds();
+  int64_t lanes = 0, most_tasks = 0;
+  for (int64_t round = 0; round < rounds; ++round) {
+    lanes += work.lanes(round);
+    most_tasks = std::max(most_tasks, work.tasks(round));
+  }
   if (TaskTimes* const times = times_wanted.load(std::memory_order_relaxed)) {
-    TaskTimer timer(*times, queues);
-    return timer.run(tasks, [&](int64_t task, int64_t slot) { function(task, slot, timer.turns(0)); });
+    for (int64_t round = 0; round < rounds; ++round) {
+      TaskTimer timer(*times, work.queues(round, threads));
+      timer.run(work.tasks(round),
+                [&](int64_t task, int64_t slot) { work.run(round, task, slot, timer.turns(0)); });
+    }
+    return;
   }
   const Scratch memory(lanes * static_cast<int64_t>(sizeof(Lanes::Lane)));
-  const Turns turns = Lanes(memory.data(), lanes).turns(0);
-  if (threads <= 1 || queues.size() <= 1) {
-    return run_tasks(tasks, threads, [&](int64_t task, int64_t slot) { function(task, slot, turns); });
+  const Lanes all_lanes(memory.data(), lanes);
+  if (threads <= 1 || most_tasks <= 1) {
+    for (int64_t round = 0, lane = 0; round < rounds; lane += work.lanes(round), ++round) {
+      for (int64_t task = 0; task < work.tasks(round); ++task) {
+        work.run(round, task, 0, all_lanes.turns(lane));
+      }
+    }
+    return;
   }
-  TaskQueues work(queues, threads);
-  run_slots(threads,
-            [&](int64_t slot) { work.work(slot, [&](int64_t task) { function(task, slot, turns); }); });
+  std::deque<TaskQueues> queues;
+  for (int64_t round = 0; round < rounds; ++round) queues.emplace_back(work.queues(round, threads), threads);
+  run_slots(threads, [&](int64_t slot) {
+    const TaskQueues* before = nullptr;
+    for (int64_t round = 0, lane = 0; round < rounds; lane += work.lanes(round), ++round) {
+      if (work.tasks(round) == 0) continue;
+      TaskQueues& its_queues = queues[static_cast<size_t>(round)];
+      if (before != nullptr) before->wait();
+      its_queues.work(slot, [&](int64_t task) { work.run(round, task, slot, all_lanes.turns(lane)); });
+      before = &its_queues;
+    }
+  });
 }
 
-/// All rounds of a call, in memory of their own.
+/// A call in memory of its own.
 template <class Call>
-void run_rounds(const Call& call, int threads) {
-  const Scratch shared(call.plan.shared_bytes), own(call.plan.thread_bytes * threads);
-  for (int slot = 0; slot < threads; ++slot) {
-    call.begin(own.data() + slot * call.plan.thread_bytes);
+class CallWork {
+ public:
+  CallWork(const Call& call, int threads)
+      : call_(call), shared_(call.plan.shared_bytes), own_(call.plan.thread_bytes * threads) {
+    for (int slot = 0; slot < threads; ++slot) call.begin(own(slot));
   }
-  for (int64_t round = 0; round < call.plan.rounds; ++round) {
-    const TurnsPlan turns = call.turns_of(round);
-    const auto run = [&](int64_t task, int64_t slot, const Turns& its_turns) {
-      call.run(round, task, shared.data(), own.data() + slot * call.plan.thread_bytes, its_turns);
-    };
-    if (turns.lanes == 0) {
-      run_tasks(call.tasks(round), threads, [&](int64_t task, int64_t slot) { run(task, slot, {}); });
-      continue;
-    }
+
+  int64_t rounds() const { return call_.plan.rounds; }
+  int64_t tasks(int64_t round) const { return call_.tasks(round); }
+  int64_t lanes(int64_t round) const { return call_.turns_of(round).lanes; }
+  std::vector<TaskQueue> queues(int64_t round, int threads) const {
     std::vector<TaskQueue> queues;
-    add_chains(turns, call.tasks(round), queues);
-    run_in_turn(queues, turns.lanes, threads, run);
+    const TurnsPlan turns = call_.turns_of(round);
+    add_chains(turns.lanes > 0 ? turns : TurnsPlan{0, 1, threads}, tasks(round), queues);
+    return queues;
   }
+  void run(int64_t round, int64_t task, int64_t slot, const Turns& turns) const {
+    call_.run(round, task, shared_.data(), own(slot), turns);
+  }
+
+ private:
+  char* own(int64_t slot) const { return own_.data() + slot * call_.plan.thread_bytes; }
+
+  const Call& call_;
+  const Scratch shared_, own_;
+};
+
+template <class Call>
+void run_call(const Call& call, int threads) {
+  run_rounds(CallWork<Call>(call, threads), threads);
 }
 
 }  // namespace attn_ext::cpu

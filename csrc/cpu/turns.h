@@ -5,9 +5,9 @@
 #include <atomic>
 #include <cstdint>
 #include <new>
-#include <thread>
 
 #include "kernels/interface/ways.h"
+#include "wait_until.h"
 
 namespace attn_ext::cpu {
 
@@ -27,21 +27,10 @@ class Lanes {
  private:
   static void wait(void* self, int64_t lane, int64_t number) {
     const auto& now = static_cast<Lane*>(self)[lane].number;
-    // Others may have to be given this thread's core before they can set the lane.
-    constexpr int kSpins = 4000;
-    for (int spins = 0; now.load(std::memory_order_acquire) < number; ++spins) {
-      spins < kSpins ? pause() : std::this_thread::yield();
-    }
+    wait_until([&] { return now.load(std::memory_order_acquire) >= number; });
   }
   static void set(void* self, int64_t lane, int64_t number) {
     static_cast<Lane*>(self)[lane].number.store(number, std::memory_order_release);
-  }
-  static void pause() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
   }
 
   Lane* lanes_;

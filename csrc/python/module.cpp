@@ -46,5 +46,6 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   m.def("save_weights_for_backward", &attn_ext::save_weights_for_backward);
   m.def("set_save_weights_for_backward", &attn_ext::set_save_weights_for_backward);
   m.def("task_times", &attn_ext::task_times);
+  m.def("time_of_rounds", &attn_ext::time_of_rounds);
   add_explain(m, std::make_index_sequence<attn_ext::Unboxed<attn_ext::PublicCall>::kArguments>());
 }

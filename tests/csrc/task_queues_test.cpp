@@ -1,10 +1,13 @@
 // Threads at queues of tasks: each task is taken once, those of a queue in their order; neighbours begin at
 // the same queue, as many as it keeps at work; nobody rests while there are tasks; tasks that wait for tasks
-// before them in their queue come to an end, however few threads there are.
+// before them in their queue come to an end, however few threads there are; a round begins when the one
+// before it is done.
 #include "task_queues.h"
 
+#include <algorithm>
 #include <barrier>
 #include <cstdio>
+#include <memory>
 #include <thread>
 
 namespace {
@@ -64,6 +67,37 @@ void run(const std::vector<TaskQueue>& queues, int slots, int together) {
   check(in_order, "a task was begun before the one before it");
 }
 
+// Rounds of tasks, a thread waiting for the one before: what its tasks wrote is there, and all of it.
+void run_rounds(int64_t tasks, int slots, int together) {
+  constexpr int kRounds = 20;
+  std::vector<std::unique_ptr<TaskQueues>> rounds;
+  for (int round = 0; round < kRounds; ++round) {
+    rounds.push_back(std::make_unique<TaskQueues>(queues_of({tasks, 1, 0, tasks}, 2), slots));
+  }
+  const auto all = static_cast<size_t>(2 * tasks + 1);
+  std::vector<std::vector<int>> written(kRounds,
+                                        std::vector<int>(all, 0));  // no atomics: only wait() orders them
+  std::atomic<bool> complete = true;
+  std::vector<std::thread> team;
+  for (int thread = 0; thread < together; ++thread) {
+    team.emplace_back([&, thread] {
+      for (int slot = thread; slot < slots; slot += together) {
+        for (size_t round = 0; round < kRounds; ++round) {
+          if (round > 0) rounds[round - 1]->wait();
+          rounds[round]->work(slot, [&](int64_t task) {
+            if (round > 0 && std::ranges::count(written[round - 1], 1) != std::ssize(written[round])) {
+              complete = false;
+            }
+            written[round][static_cast<size_t>(task)] = 1;
+          });
+        }
+      }
+    });
+  }
+  for (std::thread& thread : team) thread.join();
+  check(complete, "a round was begun before the one before it was done");
+}
+
 // The queue that each slot's first task is of, all slots beginning at the same time.
 std::vector<int64_t> first_queues(const std::vector<TaskQueue>& queues, int slots) {
   std::vector<int64_t> found(static_cast<size_t>(slots), -1);
@@ -98,6 +132,10 @@ int main() {
         run(queues_of({1, 0, 40, 7, 0, 300, 2, 2}, threads), slots, together);
         run(queues_of({5}, threads), slots, together);
       }
+    }
+    for (int together = 1; together <= slots; together = together * 2 + 1) {
+      run_rounds(1, slots, together);
+      run_rounds(30, slots, together);
     }
   }
   using Places = std::vector<int64_t>;

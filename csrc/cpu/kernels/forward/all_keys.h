@@ -83,6 +83,14 @@ void AllKeys<S>::plan(const ForwardParams& params, int threads, ForwardPlan& pla
   const int64_t wanted = has_mass ? kMaxMassSegments : ceil_div(4 * threads, larger(1, query_units));
   const int64_t most = ceil_div(rows, 4 * S::kTileRows);
   plan.block_rows = block_height<S>(rows, query_units > 0 ? smaller(wanted, most) : 1);
+  // A task that packs for itself finds what it has packed in its own cache; it takes all rows of a key head,
+  // so there have to be many key heads for the threads to share them evenly.
+  plan.all_keys.pack_once =
+      threads > 1 && key_units < 8 * threads && (key_units < 2 * threads || key_units % threads != 0);
+  const bool is_even = params.rule.window_left < 0 && params.rule.window_right < 0;
+  if (plan.all_keys.pack_once && is_even && !has_mass && query_units > 0 && rows > 0) {
+    plan.block_rows = height_of_full_waves<S>(rows, query_units, threads, plan.block_rows);
+  }
   plan.all_keys.segments = larger(1, ceil_div(rows, plan.block_rows));
   if (has_mass) plan.all_keys.segments = smaller(plan.all_keys.segments, kMaxMassSegments);
   plan.value_in_place = values_lie_packed<S>(params);
@@ -92,10 +100,6 @@ void AllKeys<S>::plan(const ForwardParams& params, int threads, ForwardPlan& pla
   Arena scratch{nullptr, 0}, packed{nullptr, 0};
   take_query_scratch<S>(scratch, params, plan);
   take_packed_head<S>(params, plan, packed, shape.key_len);
-  // A task that packs for itself finds what it has packed in its own cache; it takes all rows of a key head,
-  // so there have to be many key heads for the threads to share them evenly.
-  plan.all_keys.pack_once =
-      threads > 1 && key_units < 8 * threads && (key_units < 2 * threads || key_units % threads != 0);
   if (plan.all_keys.pack_once) {
     const int64_t even = round_up(key_units * shape.key_len / (2 * threads), kPackKeys);
     plan.all_keys.pack_keys = larger(kPackKeys, smaller(even, kMostPackKeys));

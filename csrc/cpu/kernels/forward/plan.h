@@ -46,4 +46,21 @@ ATTN_EXT_INLINE int64_t block_height(int64_t rows, int64_t blocks) {
   return larger(S::kTileRows, round_up(ceil_div(rows, blocks), S::kTileRows));
 }
 
+// Of blocks that take equally long, so high ones, or up to a third lower, that the last threads to get one
+// leave the fewest idle meanwhile: for each of `units` heads.
+template <typename S>
+ATTN_EXT_INLINE int64_t height_of_full_waves(int64_t rows, int64_t units, int64_t threads, int64_t highest) {
+  int64_t best = highest, best_rows = 0;
+  for (int64_t height = highest; 3 * height >= 2 * highest && height >= 4 * S::kTileRows;
+       height -= S::kTileRows) {
+    // What a thread works through, and a row more for each block.
+    const int64_t thread_rows = ceil_div(units * ceil_div(rows, height), threads) * (height + 1);
+    if (best_rows == 0 || thread_rows < best_rows) {
+      best = height;
+      best_rows = thread_rows;
+    }
+  }
+  return best;
+}
+
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY
