@@ -17,7 +17,9 @@ class save_weights_for_backward(ContextDecorator):
     - a gradient is wanted, and query, key and value are bfloat16 on the CPU;
     - the instruction set multiplies pairs of bfloat16 in vectors: ``avx512_bf16`` or ``neon_bf16``;
     - the weights, in bfloat16, take no more memory than query, key, value and output together (``Lk`` up to
-      4 ``D`` where ``Lq`` is ``Lk``), ``Lk`` is at most 1024, and ``Lq`` at least 17;
+      4 ``D`` where ``Lq`` is ``Lk``);
+    - ``Lk`` is at most 1024 and ``Lq`` at least 17, or ``D`` is more than 256 and several query heads of up
+      to 16 rows share each key head (latent attention);
     - there is neither dropout nor softcap, and all sizes are known when the call is made, or traced.
 
     Memory is counted by shapes, as if nothing were broadcast but the keys of a group. Packed sequences and

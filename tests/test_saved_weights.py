@@ -50,6 +50,13 @@ def inputs(name="tiles", key_heads=4, dtype=torch.bfloat16, seed=0):
     return [torch.randn(2, *shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
 
 
+def latent(query_len=4, key_len=300, dim=320, value_dim=290, dtype=torch.bfloat16):
+    """Eight query heads of a few rows on one key head of many dims."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (8, query_len, dim), (1, key_len, dim), (1, key_len, value_dim)
+    return [torch.randn(2, *shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+
+
 def saved_shapes(function, *args, **options):
     """Of all tensors that autograd saves."""
     saved = []
@@ -118,6 +125,14 @@ class TestRule:
     def test_limits_of_keys(self, key_len, saved):
         query, key = torch.randn(1, 1, 20, 64), torch.randn(1, 1, key_len, 64)
         assert saves([x.bfloat16().requires_grad_() for x in (query, key, key.clone())]) == (SAVES and saved)
+
+    @pytest.mark.parametrize(("dim", "saved"), [(256, False), (257, True)])
+    @pytest.mark.parametrize("key_len", [129, 3000])
+    def test_a_handful_of_rows_of_many_dims_whose_heads_share_keys(self, key_len, dim, saved):
+        tensors = latent(key_len=key_len, dim=dim)
+        assert saves(tensors, enable_gqa=True) == (SAVES and saved)
+        heads_apart = [tensors[0], *(x.expand(-1, 8, -1, -1) for x in tensors[1:])]
+        assert not saves(heads_apart)
 
     def test_groups_count_their_keys_once(self):
         """4 x 192 x 192 weights; 5 x 192 rows of 64 + 64 where the heads share a key head, else 8 x 192."""
@@ -246,6 +261,37 @@ class TestResults:
         for a, b, c in zip(saved, refused, plain, strict=True):
             assert torch.equal(a, b)
             assert torch.equal(a, c)
+
+    @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": torch.arange(300) > 7}])
+    @pytest.mark.parametrize("query_len", [1, 4, 16])
+    def test_outputs_of_many_dims_have_the_same_bits(self, query_len, options):
+        tensors = latent(query_len)
+        saved = attn_ext.sdpa_with_lse(*tensors, enable_gqa=True, **options)
+        with attn_ext.save_weights_for_backward(False):
+            refused = attn_ext.sdpa_with_lse(*tensors, enable_gqa=True, **options)
+        for a, b in zip(saved, refused, strict=True):
+            assert torch.equal(a, b)
+
+    @pytest.mark.parametrize(
+        "case",
+        [
+            Case("plain"),
+            Case("padding", mask="bool", mask_shape=(300,)),
+            Case("dead", mask="dead_row", mask_shape=(2, 1, 4, 300)),
+            Case("causal", options={"is_causal": True, "query_offset": 296}),
+            Case("sinks", sinks=True),
+        ],
+        ids=lambda case: case.name,
+    )
+    def test_gradients_of_many_dims_are_accurate(self, case):
+        case = replace(
+            case,
+            query=(2, 8, 4, 320),
+            key=(2, 1, 300, 320),
+            value=(2, 1, 300, 290),
+            options={**case.options, "enable_gqa": True},
+        )
+        assert_gradients_accurate("sdpa_with_lse", case.build(torch.bfloat16))
 
     @pytest.mark.parametrize("name", SHAPES)
     @pytest.mark.parametrize(

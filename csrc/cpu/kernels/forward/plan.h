@@ -34,9 +34,12 @@ ATTN_EXT_INLINE ForwardPath forward_path(const ForwardParams& params) {
                                                                     : ForwardPath::kOnline;
 }
 
-// Whether weights are written as the softmax makes them, by the path that is taken without them.
+// Whether the path that is taken without weights writes them for less than backward saves by them: as the
+// softmax makes them, or, of a handful of rows, when pieces are merged, which only scores of many dims are
+// worth.
 ATTN_EXT_INLINE bool writes_weights_in_passing(const AttentionShape& shape) {
-  return shape.query_len > kForwardFewRows && shape.key_len <= kWholeRowKeys;
+  if (shape.query_len <= kForwardFewRows) return shape.head_dim > kLatentDim;
+  return shape.key_len <= kWholeRowKeys;
 }
 
 // Blocks of equal height, in whole tiles; at least `blocks` of them.

@@ -35,6 +35,7 @@ struct TilesPlan {
   int64_t segments;                   // of keys and of queries
   bool blocks_apart;                  // dQ of each key block by itself, then their sum
   int64_t chain_tasks;                // that share the blocks of a chain then; 1: it is a task
+  int64_t sum_tasks;                  // of all chains, that add up their dQ after that
   bool in_turn;                       // parts of blocks are tasks of their own; packs are shared
   int64_t key_parts, query_parts;     // of a block, a task each
   int64_t pack_tasks, row_tasks, part_tasks, store_tasks;  // of a chain, in this order

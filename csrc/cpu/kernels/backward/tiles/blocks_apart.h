@@ -55,17 +55,34 @@ void Tiles<S>::run_part_of_chain(int64_t task) {
   if (streamed_) finish_streams();
 }
 
+// A task takes a vector of queries and some dims.
 template <typename S>
-void Tiles<S>::sum_blocks(int64_t chain) {
-  memory_.take_from(arena_);
-  const QueryPack<S> pack = memory_.query_pack(0, 0);
-  const int64_t size = query_sums_size(shape_, plan_);
-  add_sums(partial_sums(chain, 0), partial_sums(chain, 1), pack.grad_query, size);
-  for (int64_t block = 2; block < plan_.key_blocks; ++block) {
-    add_sums(pack.grad_query, partial_sums(chain, block), pack.grad_query, size);
-  }
-  *pack.has_sums = 1;
-  store_query_block(chain_unit(shape_, chains_, chain, 0), 0, 0);
+int64_t Tiles<S>::sum_tasks(const AttentionShape& shape) {
+  return ceil_div(shape.query_len, S::kLane) * ceil_div(shape.head_dim, kSummedDims);
+}
+
+template <typename S>
+void Tiles<S>::sum_blocks(int64_t task) const {
+  if (params_.grad_query.data == nullptr) return;
+  params_.grad_query.wide ? sum_blocks_as<T>(task) : sum_blocks_as<Element>(task);
+}
+
+template <typename S>
+template <typename Out>
+void Tiles<S>::sum_blocks_as(int64_t task) const {
+  const int64_t chain = task / sum_tasks(shape_), part = task % sum_tasks(shape_);
+  const int64_t dim_parts = ceil_div(shape_.head_dim, kSummedDims);
+  const int64_t query = part / dim_parts * S::kLane, dim = part % dim_parts * kSummedDims;
+  const T* first = partial_sums(chain, 0);
+  const int64_t step = query_sums_size(shape_, plan_), blocks = plan_.key_blocks;
+  store_query_sums<Out>(
+      chain_unit(shape_, chains_, chain, 0), 0, query_rows(0),
+      {query, smaller(query + S::kLane, shape_.query_len)},
+      {dim, smaller(dim + kSummedDims, shape_.head_dim)}, [&](int64_t at) __attribute__((always_inline)) {
+        Vec<T> sum = load(first + at);
+        for (int64_t i = 1; i < blocks; ++i) sum = sum + load(first + i * step + at);
+        return sum;
+      });
 }
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

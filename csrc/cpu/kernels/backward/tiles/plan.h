@@ -20,7 +20,7 @@ void Tiles<S>::plan(const BackwardParams& params, const BackwardParams& given, i
   plan_segments(params, plan.chains, tiles);
   plan.rounds = 3;
   plan_parts(params, threads, plan);
-  plan_chain_tasks(threads, plan);
+  plan_chain_tasks(shape, threads, plan);
   tiles.in_turn = !tiles.blocks_apart && takes_turns(params, threads, plan);
   if (tiles.in_turn) plan_turns(params, given, plan);
 
@@ -40,7 +40,7 @@ template <typename S>
 int64_t Tiles<S>::tasks(const BackwardPlan& plan, int64_t round) {
   if (round == 0) return plan.chains.mask_copies > 1 ? 1 : 0;
   const TilesPlan& tiles = plan.tiles;
-  if (round == 2) return tiles.chain_tasks > 1 ? plan.chains.count : MaskCopies<T>::sum_tasks(plan.chains);
+  if (round == 2) return tiles.chain_tasks > 1 ? tiles.sum_tasks : MaskCopies<T>::sum_tasks(plan.chains);
   return plan.chains.count * (tiles.in_turn ? turns_of_chain(tiles) : tiles.chain_tasks);
 }
 
@@ -87,13 +87,14 @@ void Tiles<S>::plan_segments(const BackwardParams& params, ChainsPlan& chains, T
 
 // Tasks that share a chain pack its queries each.
 template <typename S>
-void Tiles<S>::plan_chain_tasks(int threads, BackwardPlan& plan) {
+void Tiles<S>::plan_chain_tasks(const AttentionShape& shape, int threads, BackwardPlan& plan) {
   constexpr int64_t kTasksOfThread = 2;
   TilesPlan& tiles = plan.tiles;
   tiles.chain_tasks = 1;
   if (!tiles.blocks_apart || !turns_save_time(plan.chains, tiles.key_blocks, threads)) return;
   const int64_t wanted = larger(2, ceil_div(kTasksOfThread * threads, plan.chains.count));
   tiles.chain_tasks = smaller(tiles.key_blocks, wanted);
+  tiles.sum_tasks = plan.chains.count * sum_tasks(shape);
 }
 
 // Whole chains are the better tasks, their packs stay in the caches, but not if threads run out of them.
@@ -119,8 +120,13 @@ void Tiles<S>::plan_parts(const BackwardParams& params, int threads, BackwardPla
   const int64_t lanes = unit_count(params.shape) * tiles.key_blocks;
   tiles.key_parts = tiles.query_parts = 1;
   if (shares_mask(params) && plan.chains.family_units > plan.chains.mask_copies) return;
-  if (threads > 2 * lanes || (S::Product::kInRegisters && threads > lanes)) tiles.key_parts = 2;
-  if (S::Product::kInRegisters && threads > lanes) tiles.query_parts = threads > 2 * lanes ? 4 : 2;
+  if constexpr (S::Product::kInRegisters) {
+    if (threads <= lanes) return;
+    tiles.key_parts = threads > 2 ? 3 : 2;  // a full block has nine cells
+    tiles.query_parts = threads > 2 * lanes ? 4 : 2;
+  } else {
+    if (threads > 2 * lanes) tiles.key_parts = 2;
+  }
 }
 
 // The fewer threads share a chain, the less they wait for each other; but all chains at work should fit into

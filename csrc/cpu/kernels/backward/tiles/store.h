@@ -39,33 +39,44 @@ void Tiles<S>::store_query_block(Unit unit, int64_t group_head, int64_t block) c
                           : store_query_block_as<Element>(unit, group_head, block);
 }
 
-// dQ = scale (dQ^T)^T, a square of lanes at a time.
 template <typename S>
 template <typename Out>
 void Tiles<S>::store_query_block_as(Unit unit, int64_t group_head, int64_t block) const {
-  const int64_t dim = shape_.head_dim, row_stride = params_.grad_query.row_stride;
   const Range rows = query_rows(block);
-  const int64_t count = rows.end - rows.begin;
   const T* sums = memory_.query_pack(group_head, block).grad_query;
+  store_query_sums<Out>(
+      unit, group_head, rows, {0, rows.end - rows.begin},
+      {0, shape_.head_dim}, [&](int64_t at) __attribute__((always_inline)) { return load(sums + at); });
+}
+
+// dQ = scale (dQ^T)^T for some queries of a block, from a whole vector on, and some dims, a square of lanes
+// at a time; sums_at(place) is a vector of dQ^T, whose panels (D, queries) lie one behind the other.
+template <typename S>
+template <typename Out, typename SumsAt>
+ATTN_EXT_INLINE void Tiles<S>::store_query_sums(Unit unit, int64_t group_head, Range rows, Range queries,
+                                                Range dims, SumsAt sums_at) const {
+  const int64_t dim = shape_.head_dim, row_stride = params_.grad_query.row_stride;
+  const int64_t count = rows.end - rows.begin;
   const Vec<T> scale = broadcast(static_cast<T>(params_.rule.scale));
-  for (int64_t q = 0; q < count; q += S::kLane) {
+  for (int64_t q = queries.begin; q < queries.end; q += S::kLane) {
     const int64_t panel = round_down(q, S::kPanel);
     const int64_t width = smaller(S::kPanel, round_up(count, S::kSpan) - panel);
     Out* row = row_pointer<Out>(params_.grad_query, unit.batch, head_of(unit, group_head), rows.begin + q);
-    for (int64_t d = 0; d < dim; d += S::kLane) {
-      const T* from = sums + panel * dim + d * width + q - panel;
+    for (int64_t d = dims.begin; d < dims.end; d += S::kLane) {
+      const int64_t from = panel * dim + d * width + q - panel;
       Out* to = row + d;
       Vec<T> square[kLanes<T>];
       if (dim - d >= S::kLane && count - q >= S::kLane) {
 #pragma GCC unroll 16
-        for (int64_t i = 0; i < S::kLane; ++i) square[i] = load(from + i * width) * scale;
+        for (int64_t i = 0; i < S::kLane; ++i) square[i] = sums_at(from + i * width) * scale;
         transpose_square<T>(square);
 #pragma GCC unroll 16
         for (int64_t i = 0; i < S::kLane; ++i) store_element(to + i * row_stride, square[i]);
         continue;
       }
-      for (int64_t i = 0; i < S::kLane; ++i)
-        square[i] = d + i < dim ? load(from + i * width) * scale : Vec<T>{};
+      for (int64_t i = 0; i < S::kLane; ++i) {
+        square[i] = d + i < dim ? sums_at(from + i * width) * scale : Vec<T>{};
+      }
       transpose_square<T>(square);
       for (int64_t i = 0; i < smaller(S::kLane, count - q); ++i) {
         store_element_partial(to + i * row_stride, square[i], smaller(S::kLane, dim - d));

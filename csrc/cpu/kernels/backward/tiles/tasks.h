@@ -14,6 +14,7 @@ constexpr int64_t kBackwardKeys = S::Product::kInRegisters ? 216 : 256;  // of a
 constexpr int64_t kBackwardQueries = 256;
 constexpr int64_t kSegmentLength = 256;  // at least so many keys and queries
 constexpr int64_t kManyBlocks = 12;      // of keys
+constexpr int64_t kSummedDims = 128;     // of some queries' dQ, by a task
 
 // A part of a block; block is -1 where there is none.
 struct BlockPlace {
@@ -84,7 +85,7 @@ class Tiles {
   }
   static bool are_blocks_apart(const BackwardParams& params, const BackwardParams& given,
                                const BackwardPlan& plan);
-  static void plan_chain_tasks(int threads, BackwardPlan& plan);
+  static void plan_chain_tasks(const AttentionShape& shape, int threads, BackwardPlan& plan);
   static void plan_parts(const BackwardParams& params, int threads, BackwardPlan& plan);
   static void plan_chain_threads(int64_t head_bytes, BackwardPlan& plan);
   // At most.
@@ -182,7 +183,10 @@ class Tiles {
   void visit_apart(KeyQueryBlock<S>& scores, Unit unit, int64_t block) const;
   void run_blocks_apart(KeyQueryBlock<S>& scores, Unit unit, T* sum) const;
   void run_part_of_chain(int64_t task);
-  void sum_blocks(int64_t chain);
+  static int64_t sum_tasks(const AttentionShape& shape);  // of a chain
+  void sum_blocks(int64_t task) const;
+  template <typename Out>
+  void sum_blocks_as(int64_t task) const;
   T* partial_sums(int64_t chain, int64_t block) const {
     return static_cast<T*>(shared_) + (chain * plan_.key_blocks + block) * query_sums_size(shape_, plan_);
   }
@@ -217,6 +221,9 @@ class Tiles {
   void store_query_block(Unit unit, int64_t group_head, int64_t block) const;
   template <typename Out>
   void store_query_block_as(Unit unit, int64_t group_head, int64_t block) const;
+  template <typename Out, typename SumsAt>
+  void store_query_sums(Unit unit, int64_t group_head, Range rows, Range queries, Range dims,
+                        SumsAt sums_at) const;
   void store_sink_of(Unit unit, int64_t group_head) const;
 
   const BackwardParams& params_;
