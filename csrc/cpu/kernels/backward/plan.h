@@ -27,9 +27,10 @@ ATTN_EXT_INLINE int64_t backward_few_rows(const AttentionShape& shape) {
   return dims < 64 ? 8 : dims < 128 ? 12 : 20;
 }
 
-// Gradients of key and value beyond these bytes would push everything else out of the caches. Where the rows
-// that make them are few, it tells that lines have to be read before they are written there.
-constexpr int64_t kStreamedBytes = 1 << 23;
+// From these bytes on, gradients of key and value would push out of the caches what else is at work, and be out
+// of them before they are read. Where the rows that make them are few, it tells that lines have to be read
+// before they are written there.
+constexpr int64_t kStreamedBytes = 1 << 22;
 constexpr int64_t kStreamedRows = 128;  // of a group
 
 template <typename S>
@@ -37,7 +38,7 @@ ATTN_EXT_INLINE bool streams_key_gradients(const AttentionShape& shape) {
   constexpr int64_t kSize = sizeof(typename S::Element);
   const int64_t rows = unit_count(shape) * shape.key_len;
   return group_size(shape) * shape.query_len <= kStreamedRows &&
-         rows * (shape.head_dim + shape.value_dim) * kSize > kStreamedBytes;
+         rows * (shape.head_dim + shape.value_dim) * kSize >= kStreamedBytes;
 }
 
 // Products of pairs in registers are worth more to them than what it takes to write the weights in forward
