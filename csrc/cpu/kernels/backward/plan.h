@@ -27,9 +27,9 @@ ATTN_EXT_INLINE int64_t backward_few_rows(const AttentionShape& shape) {
   return dims < 64 ? 8 : dims < 128 ? 12 : 20;
 }
 
-// From these bytes on, gradients of key and value would push out of the caches what else is at work, and be out
-// of them before they are read. Where the rows that make them are few, it tells that lines have to be read
-// before they are written there.
+// From these bytes on, gradients of key and value would push out of the caches what else is at work, and be
+// out of them before they are read. Where the rows that make them are few, it tells that lines have to be
+// read before they are written there.
 constexpr int64_t kStreamedBytes = 1 << 22;
 constexpr int64_t kStreamedRows = 128;  // of a group
 
