@@ -308,7 +308,7 @@ void FewKeysUnit<S>::finish_bad_rows(int64_t first, int64_t begin, int64_t end) 
   T* scores = s_.scores + begin * stride_;
   const Matrix<Element> query =
       rows_of<Element>(params_.query, unit_.batch, head_, first + begin, end - begin, params_.shape.head_dim);
-  multiply_rows(query, s_.query_left, pack_.key_columns, scores);
+  multiply_rows(query, s_.query_left, key_columns(), scores);
   keep_seen(params_.rule, scores, (end - begin) * stride_);
   finish_full_rows(first, begin, end);
 }

@@ -73,7 +73,7 @@ struct FewKeys {
     const FewKeysScratch<S> s = take_few_keys_scratch<S>(arena, params);
     if (task < plan.few_keys.pack_tasks) {
       const Unit unit = unit_at(params.shape, task);
-      FewKeysUnit<S>(params, s, {}).begin(unit, memory_of(params.shape, shared, unit));
+      FewKeysUnit<S>(params, s, {}).begin_for_all(unit, memory_of(params.shape, shared, unit));
       for (int64_t i = 0; i < kSides * plan.few_keys.key_parts; ++i) {
         turns.set(first_lane(params.shape, plan.few_keys, unit) + i, kPacked);
       }

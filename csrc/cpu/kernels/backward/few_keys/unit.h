@@ -51,16 +51,21 @@ class FewKeysUnit {
   FewKeysUnit(const FewKeysUnit&) = delete;
   FewKeysUnit& operator=(const FewKeysUnit&) = delete;
 
-  // Packs the keys, also for those who resume the unit.
+  // Packs the keys.
   void begin(Unit unit, const FewKeysMemory<S>& memory) {
     set_unit(unit, memory);
     pack_ = {};
     set_keys(visible_keys());
     pack_keys();
-    *memory.pack = pack_;
     for (int64_t g = 0; params_.grad_sinks != nullptr && g < group_; ++g) {
       grad_sink<S>(params_, unit.batch, unit.key_head * group_ + g) = 0;
     }
+  }
+  // The same for those who resume the unit.
+  void begin_for_all(Unit unit, const FewKeysMemory<S>& memory) {
+    begin(unit, memory);
+    key_columns();
+    *memory.pack = pack_;
   }
   void resume(Unit unit, const FewKeysMemory<S>& memory) {
     set_unit(unit, memory);
@@ -89,6 +94,13 @@ class FewKeysUnit {
   }
   int64_t visible_keys() const;
   void pack_keys();
+  // K^T, packed when first asked for: who reads the weights of the forward pass has no use for it.
+  const Operands<Operand>& key_columns() {
+    if (pack_.key_columns.data == nullptr) {
+      pack_.key_columns = pack_columns(pack_.key, memory_.key_columns);
+    }
+    return pack_.key_columns;
+  }
   // K^T or V^T as right operand.
   Operands<typename S::Operand> pack_columns(const Matrix<Element>& m, Operand* out) const {
     const int64_t width = panel_width_of<S>(keys_), depth = depth_of<Product>(m.columns);
@@ -234,7 +246,6 @@ void FewKeysUnit<S>::pack_keys() {
     return rows_of<Element>(view, unit_.batch, unit_.key_head, 0, keys_, dim);
   };
   pack_.key = rows(params_.key, shape.head_dim);
-  pack_.key_columns = pack_columns(pack_.key, memory_.key_columns);
   if (has_grad_ && wants_grads_) {
     const Matrix<Element> value = rows(params_.value, shape.value_dim);
     pack_.value_columns = pack_columns(value, memory_.value_columns);
@@ -290,7 +301,7 @@ void FewKeysUnit<S>::make_rows(int64_t group_head, int64_t block) {
   const Matrix<Element> finite_query = grads_keys ? finite_only(query_, s_.finite_query) : query_;
   bad_queries_ = finite_query.data != query_.data;
   reads_weights_ = reads_weights(first_, count_);
-  if (!reads_weights_) multiply_rows(query_, s_.query_left, pack_.key_columns, s_.scores);
+  if (!reads_weights_) multiply_rows(query_, s_.query_left, key_columns(), s_.scores);
   if (has_grad_ && wants_grads_) multiply_rows(grad_, s_.grad_left, pack_.value_columns, s_.grads);
   may_have_bad_grads_ = !wants_grads_;  // nothing else would tell
   finish_rows(first_, count_);
