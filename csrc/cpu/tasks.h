@@ -103,7 +103,7 @@ inline void add_chains(const TurnsPlan& turns, int64_t tasks, std::vector<TaskQu
 ///   void run(round, task, slot, turns)
 ///
 /// Threads are called together once, not once a round: in between each waits for the others where they are,
-/// which takes a tenth of that.
+/// which takes a quarter of that.
 template <class Work>
 void run_rounds(const Work& work, int threads) {
   const int64_t rounds = work.rounds();
