@@ -69,6 +69,7 @@ for dtype in float32 bfloat16; do
   batches "paged-$dtype" --paged --dtype "$dtype"
 done
 add memory "$here/memory.py"
+add modules "$here/modules.py"
 add training-step "$here/training_step.py"
 
 # The run -------------------------------------------------------------------------------------------

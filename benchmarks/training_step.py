@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import attn_ext
-from attn_ext.benchmark.timing import UNSTEADY, Method, Timing, alternate
+from attn_ext.benchmark.report import as_ratio_row
+from attn_ext.benchmark.timing import Method, alternate
 
 Attend = Callable[..., Tensor]
 ATTENTIONS: dict[str, Attend] = {"attn_ext": attn_ext.sdpa, "F.sdpa": F.scaled_dot_product_attention}
@@ -121,17 +122,6 @@ def check(steps: dict[str, Callable[[], float]], dtype: torch.dtype, dropout: fl
             raise SystemExit(f"the losses of step {number} differ: ours {ours}, F.sdpa's {theirs}")
 
 
-def as_row(timings: dict[str, Timing]) -> list[str]:
-    """Both times in ms, their ratio and the larger spread of blocks; none where the blocks stalled."""
-    ours, theirs = (timing.seconds for timing in timings.values())
-    spreads = [timing.spread for timing in timings.values() if timing.spread is not None]
-    spread = max(spreads, default=None)
-    rough = spread is not None and spread > UNSTEADY
-    shown = ["stalled" if seconds is None else f"{1e3 * seconds:.2f}" for seconds in (ours, theirs)]
-    ratio = "-" if ours is None or theirs is None else "~" * rough + f"{theirs / ours:.2f} x"
-    return [*shown, ratio, "-" if spread is None else f"{spread:.0%}"]
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -146,15 +136,15 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
 
     print(f"{options.threads} threads, {attn_ext.cpu_capability()}, dropout {options.dropout}\n")
-    print("| layer     | dtype    | attn_ext, ms | F.sdpa, ms |   ratio | spread |")
-    print("| --------- | -------- | -----------: | ---------: | ------: | -----: |", flush=True)
+    print("| layer     | dtype    |   attn_ext |     F.sdpa |   ratio | spread |")
+    print("| --------- | -------- | ---------: | ---------: | ------: | -----: |", flush=True)
     for name in options.layers:
         for dtype in options.dtype:
             steps = make_steps(SETTINGS[name], DTYPES[dtype], options.dropout)
             check(steps, DTYPES[dtype], options.dropout)
             timings = alternate(steps, Method(options.block, options.rounds))
-            ours, theirs, ratio, spread = as_row(timings)
-            row = f"| {name:<9} | {dtype:<8} | {ours:>12} | {theirs:>10} | {ratio:>7} | {spread:>6} |"
+            ours, theirs, ratio, spread = as_ratio_row(timings)
+            row = f"| {name:<9} | {dtype:<8} | {ours:>10} | {theirs:>10} | {ratio:>7} | {spread:>6} |"
             print(row, flush=True)
 
 

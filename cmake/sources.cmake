@@ -51,4 +51,5 @@ set(ATTN_EXT_BENCHMARK_SOURCES
 
 set(ATTN_EXT_PYTHON_SOURCES
   csrc/python/calls.cpp
+  csrc/python/linear.cpp
   csrc/python/module.cpp)

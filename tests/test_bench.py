@@ -432,6 +432,12 @@ class TestReport:
         assert (result.ratio, result.kept, result.bounded) == (None, None, False)
         assert report.as_table([result]).splitlines()[-1].split()[:2] == ["cell", "stalled"]
 
+    def test_a_ratio_of_two(self):
+        steady = timing.Timing(print, [timing.Block([1e-3]), timing.Block([1.2e-3])])
+        stalled = timing.Timing(print, [timing.Block([1e-3], waiting=0.5)])
+        assert report.as_ratio_row({"ours": steady, "theirs": stalled}) == ["1.10 ms", "stalled", "-", "9%"]
+        assert report.as_ratio_row({"ours": stalled, "theirs": stalled}) == ["stalled", "stalled", "-", "-"]
+
     def test_our_own_call_without_mask_may_stall(self):
         result = self.busy(attn_ext=2e-6, eager=4e-6, stalled=("without",))
         assert result.ratio == pytest.approx(2.0)

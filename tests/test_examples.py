@@ -284,19 +284,30 @@ class TestTrainingStep:
         monkeypatch.setattr(training_step, "SETTINGS", small)
         training_step.main(["--dtype", dtype, "--rounds", "2", "--block", "0.001", "--threads", "1"])
         rows = re.findall(
-            r"^\| (\S+) +\| (\S+) +\| +[\d.]+ \| +[\d.]+ \| +1.00 x \| +0% \|$", capsys.readouterr().out, re.M
+            r"^\| (\S+) +\| (\S+) +\| +[\d.]+ ms \| +[\d.]+ ms \| +1.00 x \| +0% \|$",
+            capsys.readouterr().out,
+            re.M,
         )
         assert rows == [(name, dtype) for name in small]
-
-    def test_a_row_of_what_stalled_has_no_ratio(self, training_step):
-        steady = timing.Timing(print, [timing.Block([1e-3]), timing.Block([1.2e-3])])
-        stalled = timing.Timing(print, [timing.Block([1e-3], waiting=0.5)])
-        assert training_step.as_row({"ours": steady, "theirs": stalled}) == ["1.10", "stalled", "-", "9%"]
-        assert training_step.as_row({"ours": stalled, "theirs": stalled}) == ["stalled", "stalled", "-", "-"]
 
     def test_steps_of_both_attentions_agree(self, training_step):
         setting = training_step.Setting(training_step.SETTINGS["swin"].make, (2, 49, 128))
         training_step.check(training_step.make_steps(setting, torch.float32, 0.0), torch.float32, 0.0)
+
+
+class TestModules:
+    @pytest.fixture
+    def modules(self):
+        return load("benchmarks/modules.py")
+
+    def test_prints_a_row_for_each_shape(self, modules, capsys, monkeypatch):
+        monkeypatch.setattr(timing, "perf_counter", itertools.count().__next__)
+        monkeypatch.setattr(timing, "cpu_waits", dict)
+        shapes = ["1,3,16,2", "2,5,16,4"]
+        modules.main(["--shape", *shapes, "--rounds", "2", "--block", "0.001", "--threads", "1"])
+        pattern = r"^\| (.+?) +\| (\S+) +\| +[\d.]+ ms \| +[\d.]+ ms \| +1.00 x \| +0% \|$"
+        rows = re.findall(pattern, capsys.readouterr().out, re.M)
+        assert rows == [(s.replace(",", ", "), dtype) for s in shapes for dtype in modules.DTYPES]
 
 
 class TestTables:
@@ -341,11 +352,12 @@ else:
         assert done.returncode == 0
         assert re.search(r"^All (\d+) tables are in .*, with nothing left out\.$", done.stdout, re.M)
         calls = tables.calls()
-        assert len(calls) == len(list(tables.folder.glob("*.md"))) == 3 * 10 + 2 * 3 + 2
-        *benches, memory, training = calls
+        assert len(calls) == len(list(tables.folder.glob("*.md"))) == 3 * 10 + 2 * 3 + 3
+        *benches, memory, modules, training = calls
         batches = [call for call in benches if "--packed" in call or "--paged" in call]
         assert batches == benches[-6:]
         assert memory[0].endswith("memory.py")
+        assert modules[0].endswith("modules.py")
         assert training[0].endswith("training_step.py")
         assert all(("--plot" in call) == (call not in batches) for call in benches)
         assert all(call[-2:] == ["--threads", "3"] for call in benches)
@@ -357,7 +369,7 @@ else:
         tables()
         parser = argparse.ArgumentParser()
         bench.add_parser(parser.add_subparsers())
-        for call in tables.calls()[:-2]:
+        for call in tables.calls()[:-3]:
             arguments = parser.parse_args(call[2:])
             assert bench.choose_problems(arguments)
             batches = bench_batches.chosen(arguments)
@@ -366,9 +378,9 @@ else:
 
     def test_shows_how_far_it_is(self, tables):
         lines = re.findall(
-            r"^\[(#*)(-*)\] (\d+) of 38 parts done, \d+ min; now (\S+)$", tables().stderr, re.M
+            r"^\[(#*)(-*)\] (\d+) of 39 parts done, \d+ min; now (\S+)$", tables().stderr, re.M
         )
-        assert [int(line[2]) for line in lines] == [*range(39)]
+        assert [int(line[2]) for line in lines] == [*range(40)]
         assert {len(line[0] + line[1]) for line in lines} == {30}
         assert [lines[0][3], lines[-2][3], lines[-1][3]] == ["forward-float32", "training-step", "nothing"]
 
@@ -385,7 +397,7 @@ else:
     def test_a_part_that_fails_stops_no_other(self, tables):
         done = tables("no_weights")
         assert done.returncode == 1
-        assert len(tables.calls()) == 38
+        assert len(tables.calls()) == 39
         assert re.findall(r"^  (\S+): it failed, see above: ", done.stdout, re.M) == [
             f"weights-{dtype}" for dtype in ("float32", "bfloat16", "float16")
         ]

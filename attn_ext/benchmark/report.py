@@ -295,3 +295,14 @@ def _digits(number: float) -> str:
     """Three significant digits."""
     rounded = float(f"{number:.3g}")
     return f"{rounded:.{max(0, 2 - math.floor(math.log10(rounded)))}f}"
+
+
+def as_ratio_row(timings: Mapping[str, Timing]) -> list[str]:
+    """Of two contenders both times, how many times as fast the first is, and the larger spread of blocks;
+    no ratio where blocks stalled."""
+    ours, theirs = (timing.seconds for timing in timings.values())
+    spread = max((timing.spread for timing in timings.values() if timing.spread is not None), default=None)
+    rough = spread is not None and spread > UNSTEADY
+    shown = [NOT_MEASURED if seconds is None else time_in_words(seconds) for seconds in (ours, theirs)]
+    ratio = NOTHING if ours is None or theirs is None else "~" * rough + f"{theirs / ours:.2f} x"
+    return [*shown, ratio, NOTHING if spread is None else f"{spread:.0%}"]

@@ -3,6 +3,11 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
+from torch.jit import is_scripting  # type: ignore[attr-defined]
+from torch.overrides import has_torch_function_variadic
+
+from .. import _C
 
 
 def project_packed(
@@ -20,7 +25,7 @@ def project_packed(
     """
     sizes = [heads[0] * features[0], heads[1] * features[1], heads[2] * features[2]]
     if query is key and key is value:
-        projected = F.linear(query, weight, bias)
+        projected = _linear(query, weight, bias)
         if features[0] == features[2]:  # then all heads are split at once, which short calls feel
             together = torch.unflatten(projected, -1, [heads[0] + heads[1] + heads[2], features[0]])
             parts = together.split_with_sizes(heads, dim=-2)
@@ -29,18 +34,25 @@ def project_packed(
         query, key, value = parts[0], parts[1], parts[2]
     elif key is value:
         rest_bias = None if bias is None else bias[sizes[0] :]
-        parts = F.linear(key, weight[sizes[0] :], rest_bias).split_with_sizes(sizes[1:], dim=-1)
-        query = F.linear(query, weight[: sizes[0]], None if bias is None else bias[: sizes[0]])
+        parts = _linear(key, weight[sizes[0] :], rest_bias).split_with_sizes(sizes[1:], dim=-1)
+        query = _linear(query, weight[: sizes[0]], None if bias is None else bias[: sizes[0]])
         key, value = parts[0], parts[1]
     else:
         weights, biases = weight.split_with_sizes(sizes), split_bias(bias, sizes)
-        query, key = F.linear(query, weights[0], biases[0]), F.linear(key, weights[1], biases[1])
-        value = F.linear(value, weights[2], biases[2])
+        query, key = _linear(query, weights[0], biases[0]), _linear(key, weights[1], biases[1])
+        value = _linear(value, weights[2], biases[2])
     return (
         split_heads(query, heads[0], features[0]),
         split_heads(key, heads[1], features[1]),
         split_heads(value, heads[2], features[2]),
     )
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear``, by whichever of torch's libraries is faster."""
+    if is_scripting() or is_compiling() or has_torch_function_variadic(input, weight):
+        return F.linear(input, weight, bias)
+    return _C.linear(input, weight, bias)
 
 
 def split_bias(bias: Tensor | None, sizes: list[int]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
