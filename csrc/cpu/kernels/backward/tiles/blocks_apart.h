@@ -36,6 +36,7 @@ void Tiles<S>::run_blocks_apart(KeyQueryBlock<S>& scores, Unit unit, T* sum) con
   store_sink_of(unit, 0);
 }
 
+// The first part adds its blocks up; the others leave theirs to sum_blocks().
 template <typename S>
 void Tiles<S>::run_part_of_chain(int64_t task) {
   const int64_t chain = task / plan_.chain_tasks, part = task % plan_.chain_tasks;
@@ -45,11 +46,13 @@ void Tiles<S>::run_part_of_chain(int64_t task) {
   KeyQueryBlock<S> scores(params_, plan_, scratch);
   scores.set_mask_grad({params_.grad_mask, nullptr});
   pack_queries(unit, 0, 0);
-  const auto bytes = static_cast<size_t>(query_sums_size(shape_, plan_)) * sizeof(T);
-  const int64_t end = (part + 1) * plan_.key_blocks / plan_.chain_tasks;
-  for (int64_t block = part * plan_.key_blocks / plan_.chain_tasks; block < end; ++block) {
+  T* const sum = partial_sums(chain, 0);
+  const Range blocks{first_block_of_part(part), first_block_of_part(part + 1)};
+  for (int64_t block = blocks.begin; block < blocks.end; ++block) {
+    const bool added = part == 0 && block > 0;
+    memory_.put_query_sums(added ? nullptr : partial_sums(chain, block));
     visit_apart(scores, unit, block);
-    memcpy(partial_sums(chain, block), memory_.query_pack(0, 0).grad_query, bytes);
+    if (added) add_sums(sum, memory_.query_pack(0, 0).grad_query, sum, query_sums_size(shape_, plan_));
   }
   if (part == 0) store_sink_of(unit, 0);
   if (streamed_) finish_streams();
@@ -75,12 +78,13 @@ void Tiles<S>::sum_blocks_as(int64_t task) const {
   const int64_t query = part / dim_parts * S::kLane, dim = part % dim_parts * kSummedDims;
   const T* first = partial_sums(chain, 0);
   const int64_t step = query_sums_size(shape_, plan_), blocks = plan_.key_blocks;
+  const int64_t second_part = first_block_of_part(1);
   store_query_sums<Out>(
       chain_unit(shape_, chains_, chain, 0), 0, query_rows(0),
       {query, smaller(query + S::kLane, shape_.query_len)},
       {dim, smaller(dim + kSummedDims, shape_.head_dim)}, [&](int64_t at) __attribute__((always_inline)) {
         Vec<T> sum = load(first + at);
-        for (int64_t i = 1; i < blocks; ++i) sum = sum + load(first + i * step + at);
+        for (int64_t i = second_part; i < blocks; ++i) sum = sum + load(first + i * step + at);
         return sum;
       });
 }

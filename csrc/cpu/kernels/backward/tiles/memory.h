@@ -44,8 +44,12 @@ class UnitMemory {
   bool keeps_keys() const { return keeps_keys_; }
   QueryPack<S> query_pack(int64_t group_head, int64_t block) const {
     Arena arena{queries_ + ((heads_ == 1 ? 0 : group_head * plan_.query_blocks) + block) * query_bytes_, 0};
-    return take_query_pack<S>(arena, shape_, plan_.block_queries);
+    QueryPack<S> pack = take_query_pack<S>(arena, shape_, plan_.block_queries);
+    if (query_sums_ != nullptr) pack.grad_query = query_sums_;
+    return pack;
   }
+  // From now on the sums of the one query block go there.
+  void put_query_sums(T* sums) { query_sums_ = sums; }
   KeyPack<S> key_pack(int64_t block) const {
     Arena arena{keys_ + key_index(block) * key_bytes_, 0};
     return take_key_pack<S>(arena, shape_, plan_.block_keys);
@@ -90,6 +94,7 @@ class UnitMemory {
   char* queries_ = nullptr;  // (query heads, query blocks)
   char* keys_ = nullptr;     // (key blocks), or one
   T* key_sums_ = nullptr;    // the same
+  T* query_sums_ = nullptr;  // those of the only query block, where not in its pack
 };
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

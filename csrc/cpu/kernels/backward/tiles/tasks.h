@@ -182,6 +182,7 @@ class Tiles {
   // blocks_apart.h
   void visit_apart(KeyQueryBlock<S>& scores, Unit unit, int64_t block) const;
   void run_blocks_apart(KeyQueryBlock<S>& scores, Unit unit, T* sum) const;
+  int64_t first_block_of_part(int64_t part) const { return part * plan_.key_blocks / plan_.chain_tasks; }
   void run_part_of_chain(int64_t task);
   static int64_t sum_tasks(const AttentionShape& shape);  // of a chain
   void sum_blocks(int64_t task) const;
