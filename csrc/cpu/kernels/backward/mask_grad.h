@@ -25,6 +25,11 @@ class MaskGrad {
     return row_offset(*view_, batch, head, row) + key * column_stride_;
   }
 
+  // Sums of keys that are neighbours, or null: for these, or where they are not, there is put().
+  T* sums(int64_t place) const {
+    return wide_ && column_stride_ == 1 ? static_cast<T*>(data_) + place : nullptr;
+  }
+
   // dS of one row and up to kLane keys, the first of them at `place`; the mask has keys.
   ATTN_EXT_INLINE void put(int64_t place, Vec<T> grads, int64_t count) const {
     if (wide_) return add_row(static_cast<T*>(data_) + place, column_stride_, grads, count);

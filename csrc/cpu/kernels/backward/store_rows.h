@@ -53,21 +53,40 @@ void write_scaled_row(const T* from, Out* to, int64_t count, Vec<T> scale) {
   if (c < count) store_element_partial(to + c, load(from + c) * scale, count - c);
 }
 
-// A row of a gradient, scale * from. Streamed: past the caches, where it lies as that needs.
+// The gradient of some rows of a head, (rows, dim): scale * what is written. Streamed: past the caches, where
+// it lies as that needs.
 template <typename S>
-void write_gradient_row(const typename S::Accum* from, const ResultView& grad, int64_t batch, int64_t head,
-                        int64_t row, int64_t count, typename S::Accum scale, bool streamed = false) {
+struct HeadGradient {
   using T = typename S::Accum;
   using Element = typename S::Element;
-  if (grad.wide) {
-    return write_scaled_row<false>(from, row_pointer<T>(grad, batch, head, row), count, broadcast(scale));
+
+  const ResultView& view;
+  int64_t batch, head, dim;
+  double scale;
+  bool streamed = false;
+
+  // from: (rows, stride)
+  void write(const T* from, int64_t stride, Range rows) const {
+    // Rows that lie side by side, here and there, are one long row.
+    const bool dense = stride == dim && view.row_stride == dim;
+    const int64_t step = dense ? rows.end - rows.begin : 1;
+    for (int64_t row = rows.begin; row < rows.end; row += step, from += stride) {
+      write_row(from, row, step * dim);
+    }
   }
-  Element* to = row_pointer<Element>(grad, batch, head, row);
-  streamed = streamed && count * static_cast<int64_t>(sizeof(Element)) % kLineBytes == 0 &&
-             reinterpret_cast<uintptr_t>(to) % kVectorBytes == 0;
-  (streamed ? write_scaled_row<true, T, Element> : write_scaled_row<false, T, Element>)(from, to, count,
-                                                                                        broadcast(scale));
-}
+
+ private:
+  void write_row(const T* from, int64_t row, int64_t count) const {
+    const Vec<T> factor = broadcast(static_cast<T>(scale));
+    if (view.wide)
+      return write_scaled_row<false>(from, row_pointer<T>(view, batch, head, row), count, factor);
+    Element* to = row_pointer<Element>(view, batch, head, row);
+    const bool streams = streamed && count * static_cast<int64_t>(sizeof(Element)) % kLineBytes == 0 &&
+                         reinterpret_cast<uintptr_t>(to) % kVectorBytes == 0;
+    (streams ? write_scaled_row<true, T, Element> : write_scaled_row<false, T, Element>)(from, to, count,
+                                                                                         factor);
+  }
+};
 
 // What lies at `from`, as far from a line's beginning as `to`, past the caches by whole lines.
 ATTN_EXT_INLINE void stream_bytes(const char* from, char* to, int64_t count) {

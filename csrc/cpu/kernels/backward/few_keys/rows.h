@@ -97,9 +97,17 @@ void FewKeysUnit<S>::finish_full_row(int64_t row, int64_t index) {
   if (wants_grads_ && units_.capped) multiply_by_slope(span.grads, s_.cap_slope, 0, stride_);
 }
 
+template <typename S>
+ATTN_EXT_INLINE typename FewKeysUnit<S>::PairPlace FewKeysUnit<S>::pair_place(int64_t r) const {
+  if constexpr (!S::kPaired) return {};
+  Operand* row = s_.grad_rows + r * s_.left_stride;
+  return {s_.weight_pairs + r / 2 * stride_, s_.grad_pairs + r / 2 * stride_, row, row + s_.left_stride};
+}
+
 // P and dS of two neighbouring rows as bfloat16: in pairs of rows, dS also in pairs of neighbouring keys.
 template <typename S>
-ATTN_EXT_INLINE void FewKeysUnit<S>::store_pairs([[maybe_unused]] int64_t r, [[maybe_unused]] int64_t j,
+ATTN_EXT_INLINE void FewKeysUnit<S>::store_pairs([[maybe_unused]] const PairPlace& to,
+                                                 [[maybe_unused]] int64_t j,
                                                  [[maybe_unused]] const Vec<T> (&weights)[2],
                                                  [[maybe_unused]] const Vec<T> (&grads)[2]) {
 #if defined(__AVX512BF16__)
@@ -107,23 +115,21 @@ ATTN_EXT_INLINE void FewKeysUnit<S>::store_pairs([[maybe_unused]] int64_t r, [[m
     const Vec<int32_t> words = lane_index<int32_t>() * 0x10001 + (16 << 16);  // words 0, 16, 1, 17, ...
     const __m512i p = (__m512i)_mm512_cvtne2ps_pbh((__m512)weights[1], (__m512)weights[0]);
     const __m512i g = (__m512i)_mm512_cvtne2ps_pbh((__m512)grads[1], (__m512)grads[0]);
-    store(s_.weight_pairs + r / 2 * stride_ + j, (Vec<Operand>)_mm512_permutexvar_epi16((__m512i)words, p));
-    store(s_.grad_pairs + r / 2 * stride_ + j, (Vec<Operand>)_mm512_permutexvar_epi16((__m512i)words, g));
-    Operand* row = s_.grad_rows + r * s_.left_stride + j / 2;
+    store(to.weight_pairs + j, (Vec<Operand>)_mm512_permutexvar_epi16((__m512i)words, p));
+    store(to.grad_pairs + j, (Vec<Operand>)_mm512_permutexvar_epi16((__m512i)words, g));
     const __m256i low = _mm512_castsi512_si256(g), high = _mm512_extracti64x4_epi64(g, 1);
-    memcpy(row, &low, sizeof(low));
-    memcpy(row + s_.left_stride, &high, sizeof(high));
+    memcpy(to.row + j / 2, &low, sizeof(low));
+    memcpy(to.next_row + j / 2, &high, sizeof(high));
   }
 #elif defined(ATTN_EXT_HAS_PAIRS)
   if constexpr (S::kPaired) {
     const uint16x8_t p = (uint16x8_t)to_pairs(weights[0], weights[1]);
     const uint16x8_t g = (uint16x8_t)to_pairs(grads[0], grads[1]);
     const uint16x8_t next_p = vextq_u16(p, p, 4), next_g = vextq_u16(g, g, 4);
-    store(s_.weight_pairs + r / 2 * stride_ + j, (Vec<Operand>)vzip1q_u16(p, next_p));
-    store(s_.grad_pairs + r / 2 * stride_ + j, (Vec<Operand>)vzip1q_u16(g, next_g));
-    Operand* row = s_.grad_rows + r * s_.left_stride + j / 2;
-    memcpy(row, &g, sizeof(g) / 2);
-    memcpy(row + s_.left_stride, &next_g, sizeof(next_g) / 2);
+    store(to.weight_pairs + j, (Vec<Operand>)vzip1q_u16(p, next_p));
+    store(to.grad_pairs + j, (Vec<Operand>)vzip1q_u16(g, next_g));
+    memcpy(to.row + j / 2, &g, sizeof(g) / 2);
+    memcpy(to.next_row + j / 2, &next_g, sizeof(next_g) / 2);
   }
 #endif
 }
@@ -134,25 +140,27 @@ void FewKeysUnit<S>::pair_rows(int64_t begin, int64_t end) {
   for (int64_t r = begin; r < end; r += 2) {
     const T* weights = s_.scores + r * stride_;
     const T* grads = s_.grads + r * stride_;
+    const PairPlace place = pair_place(r);
     for (int64_t j = 0; j < stride_; j += S::kLane) {
       const bool has_next = r + 1 < end;
-      store_pairs(r, j, {load(weights + j), has_next ? load(weights + stride_ + j) : Vec<T>{}},
+      store_pairs(place, j, {load(weights + j), has_next ? load(weights + stride_ + j) : Vec<T>{}},
                   {load(grads + j), has_next ? load(grads + stride_ + j) : Vec<T>{}});
     }
   }
 }
 
-// finish_full_row() for rows with nothing special about them, none of them far: P of a row and its sums, and
-// the lowest of the products that it is made of.
+// finish_full_row() for rows with nothing special about them, none of them far: P of a row, its sums by
+// lanes, and the lowest of the products that it is made of.
 template <typename S>
 template <int Vectors, typename M>
 ATTN_EXT_INLINE void FewKeysUnit<S>::make_plain_weights(T* scores, const T* grads, const M* mask, Range seen,
-                                                        T lse, T& sum, T& weight_sum, Vec<T>& lowest) const {
+                                                        T lse, Vec<T>& sum, Vec<T>& weight_sum,
+                                                        Vec<T>& lowest) const {
   const int64_t keys = keys_;
   const Vec<T> factor = broadcast(units_.softmax_scale), mask_factor = broadcast(units_.scale);
   const Vec<T> shift = broadcast(-lse);
   const bool has_window = seen.begin > 0 || seen.end < keys;
-  Vec<T> sums = {}, weight_sums = {};
+  Vec<T> product_lanes = {}, weight_lanes = {};
 #pragma GCC unroll 8
   for (int v = 0; v < Vectors; ++v) {
     const int64_t j = v * S::kLane;
@@ -170,32 +178,32 @@ ATTN_EXT_INLINE void FewKeysUnit<S>::make_plain_weights(T* scores, const T* grad
     const Vec<Bits<T>> hidden = s == -kInfinity<T>;
     const Vec<T> p = hidden ? Vec<T>{} : power;
     store(scores + j, p);
-    weight_sums += p;
-    sums = multiply_add(p, hidden ? Vec<T>{} : load(grads + j), sums);
+    weight_lanes += p;
+    product_lanes = multiply_add(p, hidden ? Vec<T>{} : load(grads + j), product_lanes);
   }
-  sum = lane_sum<T>(sums);
-  weight_sum = lane_sum<T>(weight_sums);
+  sum = product_lanes;
+  weight_sum = weight_lanes;
 }
 
 // The same of P as the forward pass has written it, 0 in what is hidden: a dP that is not finite shows in the
 // sum even there.
 template <typename S>
 template <int Vectors>
-ATTN_EXT_INLINE void FewKeysUnit<S>::take_weights(const Element* weights, T* scores, const T* grads, T& sum,
-                                                  T& weight_sum) const {
+ATTN_EXT_INLINE void FewKeysUnit<S>::take_weights(const Element* weights, T* scores, const T* grads,
+                                                  Vec<T>& sum, Vec<T>& weight_sum) const {
   const int64_t keys = keys_;
-  Vec<T> sums = {}, weight_sums = {};
+  Vec<T> product_lanes = {}, weight_lanes = {};
 #pragma GCC unroll 8
   for (int v = 0; v < Vectors; ++v) {
     const int64_t j = v * S::kLane;
     const bool whole = v + 1 < Vectors || j + S::kLane == keys;
     const Vec<T> p = whole ? load_compute(weights + j) : load_compute_partial(weights + j, keys - j);
     store(scores + j, p);
-    weight_sums += p;
-    sums = multiply_add(p, load(grads + j), sums);
+    weight_lanes += p;
+    product_lanes = multiply_add(p, load(grads + j), product_lanes);
   }
-  sum = lane_sum<T>(sums);
-  weight_sum = lane_sum<T>(weight_sums);
+  sum = product_lanes;
+  weight_sum = weight_lanes;
 }
 
 // dS of `Rows` neighbouring rows, of which P and dP are there; also from mask_place on (negative: not) into
@@ -207,23 +215,55 @@ ATTN_EXT_INLINE void FewKeysUnit<S>::make_plain_grads(int64_t r, const T* deltas
   const int64_t keys = keys_, stride = stride_, mask_stride = params_.grad_mask.row_stride;
   const T* weights = s_.scores + r * stride;
   T* grads = s_.grads + r * stride;
+  const PairPlace pairs = pair_place(r);
   const MaskGrad<S> to_mask = mask_grad_;
+  T* const mask_sums = mask_place < 0 ? nullptr : to_mask.sums(mask_place);
+  const Vec<T> delta[2] = {broadcast(deltas[0]), broadcast(deltas[Rows - 1])};
 #pragma GCC unroll 8
   for (int v = 0; v < Vectors; ++v) {
     const int64_t j = v * S::kLane;
+    const bool whole = v + 1 < Vectors || j + S::kLane == keys;
     Vec<T> p[2] = {}, grad[2] = {};
 #pragma GCC unroll 2
     for (int k = 0; k < Rows; ++k) {
       p[k] = load(weights + k * stride + j);
-      const Vec<T> centred = load(grads + k * stride + j) - broadcast(deltas[k]);
+      const Vec<T> centred = load(grads + k * stride + j) - delta[k];
       grad[k] = p[k] == Vec<T>{} ? p[k] : p[k] * centred;
       if (keeps) store(grads + k * stride + j, grad[k]);
-      if (mask_place < 0) continue;
-      const bool whole = v + 1 < Vectors || j + S::kLane == keys;
-      to_mask.put(mask_place + k * mask_stride + j, grad[k], whole ? S::kLane : keys - j);
+      if (mask_sums != nullptr) {
+        add_row(mask_sums + k * mask_stride + j, 1, grad[k], whole ? S::kLane : keys - j);
+      } else if (mask_place >= 0) {
+        to_mask.put(mask_place + k * mask_stride + j, grad[k], whole ? S::kLane : keys - j);
+      }
     }
-    store_pairs(r, j, p, grad);
+    store_pairs(pairs, j, p, grad);
   }
+}
+
+// finish_delta() of some rows, whose sums are of lanes; false if one is not finite. sums: of a whole band.
+template <typename S>
+bool FewKeysUnit<S>::finish_deltas(int64_t first, int64_t count, const T* lse, const Vec<T>* sums,
+                                   const Vec<T>* weight_sums, T* deltas) {
+  T products[kFewKeysBand], weights[kFewKeysBand];
+  for (int64_t i = 0; i < kFewKeysBand; i += S::kLane) {
+    Vec<T> some[kLanes<T>], weight[kLanes<T>];
+    for (int64_t l = 0; l < S::kLane; ++l) {
+      some[l] = sums[i + l];
+      weight[l] = weight_sums[i + l];
+    }
+    store(products + i, lane_sums<T>(some));
+    store(weights + i, lane_sums<T>(weight));
+  }
+  T residue = 0;  // x - x is 0, NaN for what is not finite
+  for (int64_t i = 0; i < count; ++i) residue += products[i] - products[i];
+  if (const T* given = given_delta<S>(params_, unit_.batch, head_); given != nullptr) {
+    for (int64_t r = first; r < first + count; ++r) residue += given[r] - given[r];
+  }
+  if (residue != 0) return false;
+  for (int64_t i = 0; i < count; ++i) {
+    deltas[i] = finish_delta(first + i, lse[i], products[i], weights[i]);
+  }
+  return true;
 }
 
 // All that is made of up to kFewKeysBand rows: the deltas come together, so that no row waits for its own.
@@ -234,13 +274,14 @@ bool FewKeysUnit<S>::finish_plain_rows(int64_t first, int64_t begin, int64_t end
   const ScoreRule& rule = params_.rule;
   const bool has_window = rule.window_left >= 0 || rule.window_right >= 0;
   const T* lse = lse_rows<S>(params_, unit_.batch, head_) + first;
-  T sums[kFewKeysBand], weight_sums[kFewKeysBand], deltas[kFewKeysBand];
-  Vec<T> lowest = {};
-  for (int64_t r = begin; r < end; ++r) {
+  T deltas[kFewKeysBand];
+  Vec<T> sums[kFewKeysBand], weight_sums[kFewKeysBand], lowest = {};
+  for (int64_t r = begin; r < begin + kFewKeysBand; ++r) {
     T* scores = s_.scores + r * stride_;
-    sums[r - begin] = weight_sums[r - begin] = 0;
-    if (is_dead_row(first + r)) {
-      memset(scores, 0, static_cast<size_t>(stride_) * sizeof(T));
+    const bool dead = r >= end || is_dead(rule, unit_.batch, head_, first + r, lse[r]);
+    if (dead) {
+      sums[r - begin] = weight_sums[r - begin] = Vec<T>{};
+      if (r < end) memset(scores, 0, static_cast<size_t>(stride_) * sizeof(T));
       continue;
     }
     if constexpr (std::is_same_v<M, SavedWeights>) {
@@ -259,15 +300,7 @@ bool FewKeysUnit<S>::finish_plain_rows(int64_t first, int64_t begin, int64_t end
   // A score of -inf that a row sees has a weight of 0 like what is hidden, but 0 times NaN is NaN.
   const auto below = lowest < broadcast(-FloatFormat<T>::kLargest);
   if (lane_sum<T>(below ? broadcast(static_cast<T>(1)) : Vec<T>{}) != 0) return false;
-  T residue = 0;  // x - x is 0, NaN for what is not finite
-  for (int64_t i = 0; i < end - begin; ++i) residue += sums[i] - sums[i];
-  if (const T* given = given_delta<S>(params_, unit_.batch, head_); given != nullptr) {
-    for (int64_t r = first + begin; r < first + end; ++r) residue += given[r] - given[r];
-  }
-  if (residue != 0) return false;
-  for (int64_t r = begin; r < end; ++r) {
-    deltas[r - begin] = finish_delta(first + r, lse[r], sums[r - begin], weight_sums[r - begin]);
-  }
+  if (!finish_deltas(first + begin, end - begin, lse + begin, sums, weight_sums, deltas)) return false;
   const bool to_mask = mask_grad_.wanted(), at_once = to_mask && mask_grad_.view().column_stride == 1;
   const bool keeps = !S::kPaired || pack_.bad_keys || bad_queries_ || (to_mask && !at_once);
   const auto mask_place = [&](int64_t r) { return mask_grad_.place(unit_.batch, head_, first + r, 0); };

@@ -182,10 +182,10 @@ class FewKeysUnit {
   template <int Vectors, typename M>
   bool finish_plain_rows(int64_t first, int64_t begin, int64_t end);
   template <int Vectors, typename M>
-  void make_plain_weights(T* scores, const T* grads, const M* mask, Range seen, T lse, T& sum, T& weight_sum,
-                          Vec<T>& lowest) const;
+  void make_plain_weights(T* scores, const T* grads, const M* mask, Range seen, T lse, Vec<T>& sum,
+                          Vec<T>& weight_sum, Vec<T>& lowest) const;
   template <int Vectors>
-  void take_weights(const Element* weights, T* scores, const T* grads, T& sum, T& weight_sum) const;
+  void take_weights(const Element* weights, T* scores, const T* grads, Vec<T>& sum, Vec<T>& weight_sum) const;
   template <int Vectors, int Rows>
   void make_plain_grads(int64_t r, const T* deltas, int64_t mask_place, bool keeps);
   using PlainRows = bool (FewKeysUnit::*)(int64_t, int64_t, int64_t);
@@ -194,9 +194,17 @@ class FewKeysUnit {
   bool reads_weights(int64_t first, int64_t count) const;
   void finish_full_row(int64_t row, int64_t index);
   T finish_delta(int64_t row, T lse, T sum, T weight_sum);
+  bool finish_deltas(int64_t first, int64_t count, const T* lse, const Vec<T>* sums,
+                     const Vec<T>* weight_sums, T* deltas);
   void draw_row(int64_t row) const;
   void set_far_row(int64_t row, RowSpan<S>& span) const;
-  void store_pairs(int64_t r, int64_t j, const Vec<T> (&weights)[2], const Vec<T> (&grads)[2]);
+  // Where the pairs of two rows go.
+  struct PairPlace {
+    Operand *weight_pairs, *grad_pairs, *row, *next_row;
+  };
+  PairPlace pair_place(int64_t r) const;
+  static void store_pairs(const PairPlace& to, int64_t j, const Vec<T> (&weights)[2],
+                          const Vec<T> (&grads)[2]);
   void pair_rows(int64_t begin, int64_t end);
 
   const BackwardParams& params_;
@@ -281,10 +289,8 @@ void FewKeysUnit<S>::store_grad_query(int64_t first, int64_t count) {
   args.left_stride = std::is_same_v<Operand, T> ? stride_ : s_.left_stride;
   multiply<Product, false>(args);
   if (pack_.bad_keys) add_bad_keys(first, count);
-  for (int64_t r = 0; r < count; ++r) {
-    write_gradient_row<S>(s_.grad_query + r * padded_dim<S>(dim), params_.grad_query, unit_.batch, head_,
-                          first + r, dim, static_cast<T>(params_.rule.scale));
-  }
+  const HeadGradient<S> result{params_.grad_query, unit_.batch, head_, dim, params_.rule.scale};
+  result.write(s_.grad_query, padded_dim<S>(dim), {first, first + count});
 }
 
 template <typename S>
@@ -347,13 +353,12 @@ template <typename S>
 void FewKeysUnit<S>::store_keys() const {
   const AttentionShape& shape = params_.shape;
   const auto write = [&](const T* from, const ResultView& grad, int64_t dim, bool there, double scale) {
-    for (int64_t j = 0; grad.data != nullptr && j < shape.key_len; ++j) {
-      if (there && j < keys_) {
-        write_gradient_row<S>(from + j * padded_dim<S>(dim), grad, unit_.batch, unit_.key_head, j, dim,
-                              static_cast<T>(scale));
-      } else {
-        clear_gradient_row<S>(grad, unit_.batch, unit_.key_head, j, dim);
-      }
+    if (grad.data == nullptr) return;
+    const int64_t keys = there ? keys_ : 0;
+    const HeadGradient<S> result{grad, unit_.batch, unit_.key_head, dim, scale};
+    result.write(from, padded_dim<S>(dim), {0, keys});
+    for (int64_t j = keys; j < shape.key_len; ++j) {
+      clear_gradient_row<S>(grad, unit_.batch, unit_.key_head, j, dim);
     }
   };
   const bool any_rows = shape.query_len > 0;

@@ -334,10 +334,8 @@ void FewRowsBlock<S>::store_key_side(const KeySide& side, const ResultView& grad
     Element* to = row_pointer<Element>(grad, unit_.batch, unit_.key_head, keys.begin);
     return stream_gradient_rows<S>(s_.out, padded, to, keys.end - keys.begin, dim, side.scale, s_.stage);
   }
-  for (int64_t j = keys.begin; j < keys.end; ++j) {
-    write_gradient_row<S>(s_.out + (j - keys.begin) * padded, grad, unit_.batch, unit_.key_head, j, dim,
-                          side.scale, streamed_);
-  }
+  const HeadGradient<S> result{grad, unit_.batch, unit_.key_head, dim, side.scale, streamed_};
+  result.write(s_.out, padded, keys);
 }
 
 // dQ += dS K. A key that is not finite must not meet the rows that do not see it.

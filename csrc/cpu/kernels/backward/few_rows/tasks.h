@@ -183,8 +183,10 @@ void FewRows<S>::merge_grad_query(Unit unit) const {
     for (int64_t d = 0; centred && d < dim_; d += S::kLane) {
       store(sums + d, load(sums + d) - broadcast(grads) * load(centre + d));
     }
-    write_gradient_row<S>(sums, params_.grad_query, unit.batch, head_of(unit, r), r % shape_.query_len,
-                          shape_.head_dim, static_cast<T>(params_.rule.scale));
+    const int64_t row = r % shape_.query_len;
+    const HeadGradient<S> result{params_.grad_query, unit.batch, head_of(unit, r), shape_.head_dim,
+                                 params_.rule.scale};
+    result.write(sums, dim_, {row, row + 1});
   }
 }
 

@@ -7,25 +7,13 @@
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
-// scale * sums (keys, padded dim)
-template <typename S>
-void Tiles<S>::store_key_rows(const ResultView& grad, Unit unit, Range keys, const T* sums, int64_t dim,
-                              double scale) const {
-  const int64_t stride = padded_dim<S>(dim);
-  // Rows that lie side by side, here and there, are one long row.
-  const bool dense = stride == dim && grad.row_stride == dim;
-  const int64_t rows = dense ? keys.end - keys.begin : 1;
-  for (int64_t j = keys.begin; j < keys.end; j += rows, sums += stride) {
-    write_gradient_row<S>(sums, grad, unit.batch, unit.key_head, j, rows * dim, static_cast<T>(scale),
-                          streamed_);
-  }
-}
-
 template <typename S>
 void Tiles<S>::store_key_block(Unit unit, int64_t block) const {
   if (*memory_.key_pack(block).has_sums == 0) memory_.clear_key_sums(block);
   const auto store_side = [&](const ResultView& grad, const T* sums, int64_t dim, double scale) {
-    if (grad.data != nullptr) store_key_rows(grad, unit, key_rows(block), sums, dim, scale);
+    if (grad.data == nullptr) return;
+    const HeadGradient<S> to{grad, unit.batch, unit.key_head, dim, scale, streamed_};
+    to.write(sums, padded_dim<S>(dim), key_rows(block));
   };
   store_side(params_.grad_key, memory_.grad_key(block), shape_.head_dim, params_.rule.scale);
   store_side(params_.grad_value, memory_.grad_value(block), shape_.value_dim, 1);

@@ -216,8 +216,6 @@ class Tiles {
   void store_queries_in_turn(Unit unit, int64_t group_head, int64_t block, const Turns& turns);
   void store_keys_in_turn(Unit unit, int64_t block, const Turns& turns);
   // store.h
-  void store_key_rows(const ResultView& grad, Unit unit, Range keys, const T* sums, int64_t dim,
-                      double scale) const;
   void store_key_block(Unit unit, int64_t block) const;
   void store_query_block(Unit unit, int64_t group_head, int64_t block) const;
   template <typename Out>
@@ -290,6 +288,7 @@ void Tiles<S>::finish_key_block(KeyQueryBlock<S>& scores, Unit unit, int64_t blo
   const bool fresh = *memory_.key_pack(block).has_sums == 0;
   const auto finish = [&](const ResultView& grad, T* sums, int64_t dim, double scale, auto add) {
     const int64_t stride = padded_dim<S>(dim);
+    const HeadGradient<S> result{grad, unit.batch, unit.key_head, dim, scale, streamed_};
     for (int64_t first = 0; grad.data != nullptr && first < count; first += cell) {
       const Range some{first, smaller(first + cell, count)};
       T* to = fresh ? sums : sums + first * stride;
@@ -298,7 +297,7 @@ void Tiles<S>::finish_key_block(KeyQueryBlock<S>& scores, Unit unit, int64_t blo
       } else if (fresh) {
         fill_span(to, 0, (some.end - first) * stride, static_cast<T>(0));
       }
-      store_key_rows(grad, unit, {keys.begin + first, keys.begin + some.end}, to, dim, scale);
+      result.write(to, stride, {keys.begin + first, keys.begin + some.end});
     }
   };
   finish(params_.grad_value, memory_.grad_value(block), shape_.value_dim, 1,
