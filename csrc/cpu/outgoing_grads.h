@@ -97,7 +97,7 @@ class OutgoingGrad {
     const int64_t spans = (matrix_size_ + kSpan - 1) / kSpan;
     const int64_t heads_apart = view_.head_stride != 0 ? heads_ : 1;
     const TensorView to = from_batch(view_, batch, sizeof(T));
-    run_tasks(heads_apart * spans, threads, [&](int64_t task, int64_t) {
+    const auto add_span = [&](int64_t task) {
       const int64_t begin = task % spans * kSpan, end = std::min(begin + kSpan, matrix_size_);
       for (int64_t b = 0; b < batches; ++b) {
         const int64_t offset = to.batch_offsets != nullptr ? to.batch_offsets[b] : b * to.batch_stride;
@@ -109,7 +109,8 @@ class OutgoingGrad {
           }
         }
       }
-    });
+    };
+    run_rounds(EqualRounds<decltype(add_span)>{1, heads_apart * spans, add_span}, threads);
   }
 
   static constexpr int64_t kSpan = 2048;  // elements, which stay in the nearest cache

@@ -66,27 +66,6 @@ class TaskTimer {
   Clock::time_point start_;
 };
 
-/// function(task, slot) for every task; a slot is at work on one task at a time. Tasks are taken in order by
-/// whichever slot is free, so that uneven ones balance.
-template <class Function>
-void run_tasks(int64_t tasks, int threads, Function function) {
-  if (TaskTimes* const times = times_wanted.load(std::memory_order_relaxed)) {
-    return TaskTimer(*times, {{0, tasks, threads}}).run(tasks, function);
-  }
-  if (threads <= 1 || tasks <= 1) {
-    for (int64_t task = 0; task < tasks; ++task) {
-      function(task, 0);
-    }
-    return;
-  }
-  std::atomic<int64_t> next{0};
-  run_slots(threads, [&](int64_t slot) {
-    for (int64_t task = next++; task < tasks; task = next++) {
-      function(task, slot);
-    }
-  });
-}
-
 /// Behind the queues there are: those of so many tasks that take turns, a chain each.
 inline void add_chains(const TurnsPlan& turns, int64_t tasks, std::vector<TaskQueue>& queues) {
   int64_t first = queues.empty() ? 0 : queues.back().first + queues.back().count;
@@ -143,6 +122,20 @@ void run_rounds(const Work& work, int threads) {
     }
   });
 }
+
+/// Rounds of so many tasks each, function(task). Tasks are taken in order by whoever is free, so that uneven
+/// ones balance.
+template <class Function>
+struct EqualRounds {
+  int64_t count, of_round;
+  Function function;
+
+  int64_t rounds() const { return count; }
+  int64_t tasks(int64_t) const { return of_round; }
+  int64_t lanes(int64_t) const { return 0; }
+  std::vector<TaskQueue> queues(int64_t, int threads) const { return {{0, of_round, threads}}; }
+  void run(int64_t, int64_t task, int64_t, const Turns&) const { function(task); }
+};
 
 /// A call in memory of its own.
 template <class Call>

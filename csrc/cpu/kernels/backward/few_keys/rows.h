@@ -240,7 +240,8 @@ ATTN_EXT_INLINE void FewKeysUnit<S>::make_plain_grads(int64_t r, const T* deltas
   }
 }
 
-// finish_delta() of some rows, whose sums are of lanes; false if one is not finite. sums: of a whole band.
+// finish_delta() of some rows, whose sums are of lanes; false if one is not finite. sums, deltas: of a whole
+// band.
 template <typename S>
 bool FewKeysUnit<S>::finish_deltas(int64_t first, int64_t count, const T* lse, const Vec<T>* sums,
                                    const Vec<T>* weight_sums, T* deltas) {
@@ -260,9 +261,17 @@ bool FewKeysUnit<S>::finish_deltas(int64_t first, int64_t count, const T* lse, c
     for (int64_t r = first; r < first + count; ++r) residue += given[r] - given[r];
   }
   if (residue != 0) return false;
-  for (int64_t i = 0; i < count; ++i) {
-    deltas[i] = finish_delta(first + i, lse[i], products[i], weights[i]);
+  if (params_.delta != nullptr || params_.grad_lse.data != nullptr || sink_ != -kInfinity<T>) {
+    for (int64_t i = 0; i < count; ++i) {
+      deltas[i] = finish_delta(first + i, lse[i], products[i], weights[i]);
+    }
+    return true;
   }
+  for (int64_t i = 0; i < kFewKeysBand; i += S::kLane) {
+    const Vec<T> product = load(products + i), weight = load(weights + i);
+    store(deltas + i, weight > Vec<T>{} ? product / weight : product);
+  }
+  for (int64_t i = 0; i < count; ++i) may_have_bad_grads_ |= weights[i] == 0;
   return true;
 }
 
