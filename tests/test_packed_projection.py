@@ -1,6 +1,7 @@
 """The product of packed projections: that of F.linear in every way of calling, by the faster library."""
 
 import platform
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,6 +56,13 @@ LAYOUTS = {
     "one_row_repeated": lambda x, w, b: (x[:1].expand(ROWS, FEATURES), w, b),
     "part_of_weight": lambda x, w, b: (x, w[FEATURES:], b[FEATURES:]),
     "weight_transposed": lambda x, w, b: (x, w.t().contiguous().t(), b),
+    "weight_repeated": lambda x, w, b: (x, w[:1].expand(FEATURES, FEATURES), None),
+    "weight_overlapping": lambda x, w, b: (x, w.as_strided((FEATURES, FEATURES), (1, 1)), None),
+    "rows_overlapping": lambda x, w, b: (x.as_strided((ROWS, FEATURES), (1, 1)), w, b),
+    "bias_apart": lambda x, w, b: (x, w, torch.stack([b, b + 1], 1)[:, 0]),
+    "bias_repeated": lambda x, w, b: (x, w, b[:1].expand(3 * FEATURES)),
+    "no_results": lambda x, w, b: (x, w[:0], b[:0]),
+    "no_features": lambda x, w, b: (x[:, :0], w[:, :0], b),
     "negative_view": lambda x, w, b: (torch._neg_view(-x), w, b),
 }
 
@@ -158,9 +166,34 @@ def test_functions_of_tensors_see_it():
     class Own(Tensor):
         pass
 
+    x = torch.randn(2, 15, FEATURES)
     with torch.no_grad():
-        output = module(torch.randn(2, 15, FEATURES).as_subclass(Own))[0]
-    assert isinstance(output, Own)
+        assert isinstance(module(x.as_subclass(Own))[0], Own)
+        bias = module.in_proj_bias.detach().as_subclass(Own)
+        del module.in_proj_bias
+        module.in_proj_bias = bias
+        assert isinstance(module(x)[0], Own)
+
+
+def test_python_goes_on_meanwhile():
+    """Another thread runs while a product of a tenth of a second is made."""
+    x, weight = torch.randn(2048, 2048), torch.randn(4096, 2048)
+    ticks, done = 0, threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not done.wait(1e-3):
+            ticks += 1
+
+    thread = threading.Thread(target=tick)
+    with torch.no_grad():
+        thread.start()
+        before = ticks
+        _C.linear(x, weight)
+        during = ticks - before
+    done.set()
+    thread.join()
+    assert during >= 3
 
 
 def test_errors_are_those_of_torch():

@@ -50,7 +50,7 @@ def project_packed(
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``F.linear``, by whichever of torch's libraries is faster."""
-    if is_scripting() or is_compiling() or has_torch_function_variadic(input, weight):
+    if is_scripting() or is_compiling() or has_torch_function_variadic(input, weight, bias):
         return F.linear(input, weight, bias)
     return _C.linear(input, weight, bias)
 

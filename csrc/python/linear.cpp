@@ -44,20 +44,25 @@ bool is_plain(const at::Tensor& tensor) {
 }
 
 /// From some 2 million multiply-adds on; for one row, or fewer of them, MKL is quicker to begin.
-bool are_large(const at::Tensor& input, const at::Tensor& weight) {
+bool are_many(int64_t rows, int64_t in_features, int64_t out_features) {
   constexpr int64_t kFewRows = 4;
   constexpr int64_t kMultiplyAdds = int64_t{1} << 21;
-  if (input.dim() == 0 || weight.dim() != 2 || weight.size(1) == 0 || input.size(-1) != weight.size(1)) {
-    return false;  // at::linear says what is wrong
-  }
-  const int64_t rows = input.numel() / weight.size(1);
-  return rows >= kFewRows && input.numel() >= kMultiplyAdds / weight.size(0);
+  return rows >= kFewRows && rows * in_features >= kMultiplyAdds / out_features;
+}
+
+/// What oneDNN reads right: of a bias it knows no strides, and rows that overlap it refuses. Of shapes that
+/// do not go together at::linear says what is wrong.
+bool lie_well(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+  return input.dim() > 0 && input.is_non_overlapping_and_dense() && weight.dim() == 2 &&
+         weight.is_contiguous() && weight.numel() > 0 && input.size(-1) == weight.size(1) &&
+         (!bias || (bias->dim() == 1 && bias->size(0) == weight.size(0) && bias->is_contiguous()));
 }
 
 bool is_for_onednn(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
   static const bool pays = cpu::is_zen5_or_later() && onednn_op().has_value();
   return pays && is_plain(input) && is_plain(weight) && (!bias || is_plain(*bias)) &&
-         are_large(input, weight) && (!bias || (bias->dim() == 1 && bias->size(0) == weight.size(0))) &&
+         lie_well(input, weight, bias) &&
+         are_many(input.numel() / weight.size(1), weight.size(1), weight.size(0)) &&
          at::globalContext().userEnabledMkldnn() && calls_are_plain();
 }
 

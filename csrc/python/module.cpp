@@ -42,7 +42,8 @@ void add_explain(py::module_& m, std::index_sequence<argument...>) {
 // calls.cpp) is written while it is imported, and read only from then on.
 PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   attn_ext::add_calls(m);
-  m.def("linear", &attn_ext::linear, py::arg("input"), py::arg("weight"), py::arg("bias") = py::none());
+  m.def("linear", &attn_ext::linear, py::arg("input"), py::arg("weight"), py::arg("bias") = py::none(),
+        py::call_guard<py::gil_scoped_release>());
   m.def("cpu_capability", &attn_ext::cpu_capability);
   m.def("available_cpu_capabilities", &attn_ext::available_cpu_capabilities);
   m.def("save_weights_for_backward", &attn_ext::save_weights_for_backward);
