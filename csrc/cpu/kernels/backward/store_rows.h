@@ -3,6 +3,7 @@
 
 #include "../interface/params.h"
 #include "../matrix/matrix.h"
+#include "../scores/visible_keys.h"
 #include "../vector/convert.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
