@@ -9,6 +9,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/linear.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/StringUtil.h>
 
 #include "../cpu/kernels/interface/amd_cpu.h"
 
@@ -21,11 +22,17 @@ using LinearPointwise = at::Tensor(const at::Tensor& input, const at::Tensor& we
                                    c10::List<std::optional<at::Scalar>> scalars,
                                    std::optional<std::string_view> algorithm);
 
-/// None in a torch without oneDNN.
+constexpr char kLinearPointwise[] =
+    "mkldnn::_linear_pointwise(Tensor X, Tensor W, Tensor? B, str attr, Scalar?[] scalars, str? algorithm) "
+    "-> "
+    "Tensor Y";
+
+/// None in a torch without oneDNN, or with another such op: it is torch's own, and may change.
 const std::optional<c10::TypedOperatorHandle<LinearPointwise>>& onednn_op() {
   static const auto op = [] {
     const auto handle = c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", ""});
-    return handle ? std::optional(handle->typed<LinearPointwise>()) : std::nullopt;
+    const bool is_known = handle && c10::str(handle->schema()) == kLinearPointwise;
+    return is_known ? std::optional(handle->typed<LinearPointwise>()) : std::nullopt;
   }();
   return op;
 }
