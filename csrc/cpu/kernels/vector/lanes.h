@@ -112,6 +112,26 @@ ATTN_EXT_INLINE Vec<T> lane_sums(Vec<T> (&sums)[kLanes<T>]) {
   }
 }
 
+// The same in the order of lane_sum(), whose bits it has.
+template <typename T, int Step = kLanes<T> / 2>
+ATTN_EXT_INLINE Vec<T> lane_sums_by_halving(Vec<T> (&sums)[kLanes<T>]) {
+  constexpr int kWidth = kLanes<T>;
+  if constexpr (Step > 0) {
+    const Vec<Bits<T>> lane = lane_index<Bits<T>>();
+    const Vec<Bits<T>> upper = (lane & Step) != 0 ? Vec<Bits<T>>{} + 1 : Vec<Bits<T>>{};
+    const Vec<Bits<T>> kept = lane + upper * kWidth;
+    const Vec<Bits<T>> moved = lane + upper * (kWidth - 2 * Step) + Step;
+#pragma GCC unroll 16
+    for (int i = 0; i < Step; ++i) {
+      const Vec<T> a = sums[i], b = sums[i + Step];
+      sums[i] = shuffle<T>(a, b, kept) + shuffle<T>(a, b, moved);
+    }
+    return lane_sums_by_halving<T, Step / 2>(sums);
+  } else {
+    return sums[0];
+  }
+}
+
 // Lanes of two vectors, chosen by constants: 0..n-1 from a, n..2n-1 from b.
 template <typename T, int... Lane>
 ATTN_EXT_INLINE Vec<T> pick_lanes(Vec<T> a, Vec<T> b) {

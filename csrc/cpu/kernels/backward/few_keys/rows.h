@@ -252,8 +252,8 @@ bool FewKeysUnit<S>::finish_deltas(int64_t first, int64_t count, const T* lse, c
       some[l] = sums[i + l];
       weight[l] = weight_sums[i + l];
     }
-    store(products + i, lane_sums<T>(some));
-    store(weights + i, lane_sums<T>(weight));
+    store(products + i, lane_sums_by_halving<T>(some));
+    store(weights + i, lane_sums_by_halving<T>(weight));
   }
   T residue = 0;  // x - x is 0, NaN for what is not finite
   for (int64_t i = 0; i < count; ++i) residue += products[i] - products[i];
