@@ -24,10 +24,10 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # others: assert_close
 ONEDNN = "mkldnn::_linear_pointwise"
 
 
-def inputs(dtype: torch.dtype = torch.float32, rows: int = ROWS) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     """An input, and weight and bias scaled so that results are about 1."""
     weight = torch.randn(3 * FEATURES, FEATURES, dtype=dtype) / FEATURES**0.5
-    return torch.randn(rows, FEATURES, dtype=dtype), weight, torch.randn(3 * FEATURES, dtype=dtype)
+    return torch.randn(ROWS, FEATURES, dtype=dtype), weight, torch.randn(3 * FEATURES, dtype=dtype)
 
 
 def is_zen5() -> bool:

@@ -24,8 +24,7 @@ using LinearPointwise = at::Tensor(const at::Tensor& input, const at::Tensor& we
 
 constexpr char kLinearPointwise[] =
     "mkldnn::_linear_pointwise(Tensor X, Tensor W, Tensor? B, str attr, Scalar?[] scalars, str? algorithm) "
-    "-> "
-    "Tensor Y";
+    "-> Tensor Y";
 
 /// None in a torch without oneDNN, or with another such op: it is torch's own, and may change.
 const std::optional<c10::TypedOperatorHandle<LinearPointwise>>& onednn_op() {

@@ -82,9 +82,19 @@ inline bool are_finite(const T* x, int64_t count) {
   return lane_sum<T>((residue[0] + residue[1]) + (residue[2] + residue[3])) == 0;
 }
 
-// Sums the lanes of as many vectors as a vector has lanes: lane i of the result is the sum of sums[i]. Every
-// step adds lanes that lie Step apart, of one vector in the lanes without that bit and of another in those
-// with it, so that a sum does not depend on which vectors stand beside it.
+// Lanes that lie Step apart added, of a in the lanes without that bit and of b in those with it.
+template <typename T, int Step>
+ATTN_EXT_INLINE Vec<T> add_lanes_apart(Vec<T> a, Vec<T> b) {
+  constexpr int kWidth = kLanes<T>;
+  const Vec<Bits<T>> lane = lane_index<Bits<T>>();
+  const Vec<Bits<T>> upper = (lane & Step) != 0 ? Vec<Bits<T>>{} + 1 : Vec<Bits<T>>{};
+  const Vec<Bits<T>> kept = lane + upper * kWidth;
+  const Vec<Bits<T>> moved = lane + upper * (kWidth - 2 * Step) + Step;
+  return shuffle<T>(a, b, kept) + shuffle<T>(a, b, moved);
+}
+
+// Sums the lanes of as many vectors as a vector has lanes: lane i of the result is the sum of sums[i], which
+// does not depend on which vectors stand beside it. Neighbouring lanes first.
 template <typename T, int Step = 1>
 ATTN_EXT_INLINE Vec<T> lane_sums(Vec<T> (&sums)[kLanes<T>]) {
   constexpr int kWidth = kLanes<T>;
@@ -97,35 +107,20 @@ ATTN_EXT_INLINE Vec<T> lane_sums(Vec<T> (&sums)[kLanes<T>]) {
   }
 #endif
   if constexpr (Step < kWidth) {
-    const Vec<Bits<T>> lane = lane_index<Bits<T>>();
-    const Vec<Bits<T>> upper = (lane & Step) != 0 ? Vec<Bits<T>>{} + 1 : Vec<Bits<T>>{};
-    const Vec<Bits<T>> kept = lane + upper * kWidth;
-    const Vec<Bits<T>> moved = lane + upper * (kWidth - 2 * Step) + Step;
 #pragma GCC unroll 16
-    for (int i = 0; i < kWidth; i += 2 * Step) {
-      const Vec<T> a = sums[i], b = sums[i + Step];
-      sums[i] = shuffle<T>(a, b, kept) + shuffle<T>(a, b, moved);
-    }
+    for (int i = 0; i < kWidth; i += 2 * Step) sums[i] = add_lanes_apart<T, Step>(sums[i], sums[i + Step]);
     return lane_sums<T, 2 * Step>(sums);
   } else {
     return sums[0];
   }
 }
 
-// The same in the order of lane_sum(), whose bits it has.
+// The same by halving, in the order of lane_sum(), whose bits it has.
 template <typename T, int Step = kLanes<T> / 2>
 ATTN_EXT_INLINE Vec<T> lane_sums_by_halving(Vec<T> (&sums)[kLanes<T>]) {
-  constexpr int kWidth = kLanes<T>;
   if constexpr (Step > 0) {
-    const Vec<Bits<T>> lane = lane_index<Bits<T>>();
-    const Vec<Bits<T>> upper = (lane & Step) != 0 ? Vec<Bits<T>>{} + 1 : Vec<Bits<T>>{};
-    const Vec<Bits<T>> kept = lane + upper * kWidth;
-    const Vec<Bits<T>> moved = lane + upper * (kWidth - 2 * Step) + Step;
 #pragma GCC unroll 16
-    for (int i = 0; i < Step; ++i) {
-      const Vec<T> a = sums[i], b = sums[i + Step];
-      sums[i] = shuffle<T>(a, b, kept) + shuffle<T>(a, b, moved);
-    }
+    for (int i = 0; i < Step; ++i) sums[i] = add_lanes_apart<T, Step>(sums[i], sums[i + Step]);
     return lane_sums_by_halving<T, Step / 2>(sums);
   } else {
     return sums[0];
