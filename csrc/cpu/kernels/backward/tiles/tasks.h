@@ -21,6 +21,19 @@ struct BlockPlace {
   int64_t block, part;
 };
 
+// How far a block of a unit is.
+struct BlockState {
+  int64_t meetings;  // that are left, with blocks of the other side
+  bool packed, stored;
+};
+struct BlockStates {
+  BlockState *queries, *keys;  // queries: of the head that is worked on
+};
+
+inline BlockStates take_block_states(Arena& arena, const TilesPlan& plan) {
+  return {take<BlockState>(arena, plan.query_blocks), take<BlockState>(arena, plan.key_blocks)};
+}
+
 template <typename S>
 class Tiles {
  public:
@@ -157,16 +170,17 @@ class Tiles {
     const auto scratch = take_key_query_scratch<S>(arena_, params_, plan_.block_keys, plan_.block_queries);
     memory_.take_from(arena_);
     T* const sum = plan_.blocks_apart ? take<T>(arena_, query_sums_size(shape_, plan_)) : nullptr;
+    const BlockStates states = take_block_states(arena_, plan_);
     KeyQueryBlock<S> scores(params_, plan_, scratch);
     scores.set_mask_grad({params_.grad_mask, mask_copies_.of_chain(chains_, chain)});
     const Range members = chain_members(chains_, chain);
     for (int64_t i = members.begin; i < members.end; ++i) {
       const Unit unit = chain_unit(shape_, chains_, chain, i);
-      plan_.blocks_apart ? run_blocks_apart(scores, unit, sum) : run_unit(scores, unit);
+      plan_.blocks_apart ? run_blocks_apart(scores, unit, sum) : run_unit(scores, unit, states);
     }
     if (streamed_) finish_streams();
   }
-  void run_unit(KeyQueryBlock<S>& scores, Unit unit) const;
+  void run_unit(KeyQueryBlock<S>& scores, Unit unit, const BlockStates& states) const;
   void set_keys(KeyQueryBlock<S>& scores, Unit unit, int64_t block) const {
     scores.set_keys(unit.batch, unit.key_head, key_rows(block), memory_.key_pack(block),
                     memory_.grad_key(block), memory_.grad_value(block));
@@ -177,8 +191,11 @@ class Tiles {
       scores.add_queries(head_of(unit, group_head), query_rows(i), memory_.query_pack(group_head, i));
     }
   }
-  void finish_key_block(KeyQueryBlock<S>& scores, Unit unit, int64_t block, int64_t query_block) const;
-  void visit_key_block(KeyQueryBlock<S>& scores, Unit unit, int64_t block, Range query_blocks) const;
+  void finish_key_block(KeyQueryBlock<S>& scores, Unit unit, int64_t group_head, int64_t block,
+                        int64_t query_block) const;
+  void run_head(KeyQueryBlock<S>& scores, Unit unit, int64_t group_head, const BlockStates& states) const;
+  void visit_key_block(KeyQueryBlock<S>& scores, Unit unit, int64_t group_head, int64_t block,
+                       Range query_blocks, const BlockStates& states) const;
   // blocks_apart.h
   void visit_apart(KeyQueryBlock<S>& scores, Unit unit, int64_t block) const;
   void run_blocks_apart(KeyQueryBlock<S>& scores, Unit unit, T* sum) const;
@@ -238,52 +255,89 @@ class Tiles {
   const MaskCopies<T> mask_copies_;
 };
 
-// A unit from packing to the gradients, in a thread's own memory.
+// A unit from packing to the gradients, in a thread's own memory: each block is packed when it is first met,
+// and stored after its last meeting, while the caches have it.
 template <typename S>
-void Tiles<S>::run_unit(KeyQueryBlock<S>& scores, Unit unit) const {
-  const bool keeps = memory_.keeps_keys();
-  for (int64_t block = 0; keeps && block < plan_.key_blocks; ++block) pack_keys(unit, block);
-  for (int64_t head = 0; head < group_; ++head) {
-    for (int64_t i = 0; i < plan_.query_blocks; ++i) pack_queries(unit, head, i);
-    make_rows(scores, unit, head, {0, plan_.query_blocks});
-    for (int64_t t = 0; t < plan_.segments * plan_.segments; ++t) {
-      const int64_t i = t % plan_.segments, phase = t / plan_.segments;
-      const Range keys = segment(plan_.key_blocks, i);
-      const Range all = segment(plan_.query_blocks, (i + phase) % plan_.segments);
-      for (int64_t block = keys.begin; block < keys.end; ++block) {
-        if (!keeps) {
-          visit_key_block(scores, unit, block, all);
-        } else {
-          set_keys(scores, unit, block);
-          run_key_block(scores, unit, head, seen_blocks(key_rows(block), all));
-        }
-      }
-    }
-    for (int64_t i = 0; i < plan_.query_blocks; ++i) store_query_block(unit, head, i);
-    store_sink_of(unit, head);
+void Tiles<S>::run_unit(KeyQueryBlock<S>& scores, Unit unit, const BlockStates& states) const {
+  for (int64_t block = 0; block < plan_.key_blocks; ++block) {
+    const Range queries = seen_blocks(key_rows(block), {0, plan_.query_blocks});
+    states.keys[block] = {group_ * (queries.end - queries.begin), false, false};
   }
-  for (int64_t block = 0; keeps && block < plan_.key_blocks; ++block) store_key_block(unit, block);
+  for (int64_t head = 0; head < group_; ++head) run_head(scores, unit, head, states);
+  for (int64_t block = 0; block < plan_.key_blocks; ++block) {
+    if (states.keys[block].stored) continue;
+    pack_keys(unit, block);
+    store_key_block(unit, block);
+  }
 }
 
-// A key block from packing to its gradients. (One head a group, one segment.)
 template <typename S>
-void Tiles<S>::visit_key_block(KeyQueryBlock<S>& scores, Unit unit, int64_t block, Range query_blocks) const {
+void Tiles<S>::run_head(KeyQueryBlock<S>& scores, Unit unit, int64_t group_head,
+                        const BlockStates& states) const {
+  const int64_t segments = plan_.segments, query_blocks = plan_.query_blocks;
+  const T* lse = lse_rows<S>(params_, unit.batch, head_of(unit, group_head));
+  const bool rows_first = exact_delta_ || any_far(lse, shape_.query_len);
+  for (int64_t i = 0; i < query_blocks; ++i) {
+    states.queries[i] = {0, rows_first, false};
+    if (rows_first) pack_queries(unit, group_head, i);
+  }
+  if (rows_first) make_rows(scores, unit, group_head, {0, query_blocks});
+  for (int64_t block = 0; block < plan_.key_blocks; ++block) {
+    const Range queries = seen_blocks(key_rows(block), {0, query_blocks});
+    for (int64_t i = queries.begin; i < queries.end; ++i) ++states.queries[i].meetings;
+  }
+  // A query segment meets those of the keys from its own backwards, around the end.
+  for (int64_t last = 0; last < 2 * segments - 1; ++last) {
+    const Range queries = query_segment(last % segments);
+    for (int64_t i = smaller(last, segments - 1); i > last - segments && i >= 0; --i) {
+      const Range keys = key_segment(i);
+      for (int64_t block = keys.begin; block < keys.end; ++block) {
+        visit_key_block(scores, unit, group_head, block, queries, states);
+      }
+    }
+  }
+  for (int64_t i = 0; i < query_blocks; ++i) {
+    if (states.queries[i].stored) continue;
+    if (!states.queries[i].packed) pack_queries(unit, group_head, i);
+    store_query_block(unit, group_head, i);
+  }
+  store_sink_of(unit, group_head);
+}
+
+// A key block against those of some query blocks of a head that see it.
+template <typename S>
+void Tiles<S>::visit_key_block(KeyQueryBlock<S>& scores, Unit unit, int64_t group_head, int64_t block,
+                               Range query_blocks, const BlockStates& states) const {
   const Range queries = seen_blocks(key_rows(block), query_blocks);
-  pack_keys(unit, block);
+  if (is_empty(queries)) return;
+  for (int64_t i = queries.begin; i < queries.end; ++i) {
+    if (!states.queries[i].packed) pack_queries(unit, group_head, i);
+    states.queries[i].packed = true;
+  }
+  BlockState& key = states.keys[block];
+  if (!key.packed) pack_keys(unit, block);
+  key.packed = true;
   set_keys(scores, unit, block);
-  if (is_empty(queries)) return store_key_block(unit, block);
-  run_key_block(scores, unit, 0, {queries.begin, queries.end - 1});
-  finish_key_block(scores, unit, block, queries.end - 1);
+  key.meetings -= queries.end - queries.begin;
+  key.stored = key.meetings == 0;
+  run_key_block(scores, unit, group_head, {queries.begin, queries.end - (key.stored ? 1 : 0)});
+  if (key.stored) finish_key_block(scores, unit, group_head, block, queries.end - 1);
+  for (int64_t i = queries.begin; i < queries.end; ++i) {
+    if (--states.queries[i].meetings > 0) continue;
+    store_query_block(unit, group_head, i);
+    states.queries[i].stored = true;
+  }
 }
 
 // A key block against the last query block that it meets: its gradients go out a cell of keys at a time,
 // while their sums are in the nearest cache.
 template <typename S>
-void Tiles<S>::finish_key_block(KeyQueryBlock<S>& scores, Unit unit, int64_t block,
+void Tiles<S>::finish_key_block(KeyQueryBlock<S>& scores, Unit unit, int64_t group_head, int64_t block,
                                 int64_t query_block) const {
   const Range keys = key_rows(block), rows = query_rows(query_block);
   const int64_t count = keys.end - keys.begin, cell = cell_rows_of<S>(params_);
-  const bool any = scores.make_grads(unit.key_head, rows, memory_.query_pack(0, query_block),
+  const bool any = scores.make_grads(head_of(unit, group_head), rows,
+                                     memory_.query_pack(group_head, query_block),
                                      {{0, count}, {0, rows.end - rows.begin}});
   const bool fresh = *memory_.key_pack(block).has_sums == 0;
   const auto finish = [&](const ResultView& grad, T* sums, int64_t dim, double scale, auto add) {
