@@ -73,6 +73,14 @@ ATTN_EXT_INLINE void hide_outside(T* scores, Range computed, Range seen) {
   fill_span(scores, seen.end, computed.end, -kInfinity<T>);
 }
 
+// The lanes from `begin` on to `end`; -inf in the others.
+template <typename T>
+ATTN_EXT_INLINE Vec<T> keep_lanes(Vec<T> s, int64_t begin, int64_t end) {
+  const Vec<T> lane = lane_index<T>();
+  const auto kept = (lane >= broadcast(static_cast<T>(begin))) & (lane < broadcast(static_cast<T>(end)));
+  return kept ? s : broadcast(-kInfinity<T>);
+}
+
 template <typename T>
 inline void scale_span(T* scores, int64_t begin, int64_t end, const ScoreUnits<T>& units) {
   const Vec<T> scale = broadcast(units.scale);

@@ -8,14 +8,6 @@
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
-// The lanes of a row's keys from `begin` on to `end`; -inf in the others.
-template <typename T>
-ATTN_EXT_INLINE Vec<T> keep_lanes(Vec<T> s, int64_t begin, int64_t end) {
-  const Vec<T> lane = lane_index<T>();
-  const auto kept = (lane >= broadcast(static_cast<T>(begin))) & (lane < broadcast(static_cast<T>(end)));
-  return kept ? s : broadcast(-kInfinity<T>);
-}
-
 // The dropout factors of a row.
 template <typename S>
 void FewKeysUnit<S>::draw_row(int64_t row) const {

@@ -225,7 +225,14 @@ class KeyQueryBlock {
   void keep_seen_of_cell(int64_t cell, int64_t panel) const;
   void finish_cell_scores(int64_t cell, int64_t panel);
   void finish_weights(int64_t cell, int64_t panel);
-  void plain_row(T* scores, T* grads, Range span, int64_t panel) const;
+  struct RowSpans {
+    Range computed, seen;  // queries, from the panel's first on
+  };
+  RowSpans spans_of_row(int64_t r, int64_t panel) const;
+  void make_seen_weights(Range seen, const T* scores, int64_t panel, int64_t i, Vec<T>& weight,
+                         Vec<T>& grad) const;
+  void partial_row(int64_t cell, int64_t panel, int64_t r) const;
+  void partial_paired_cell(int64_t cell, int64_t panel);
   void full_row(int64_t cell, int64_t panel, int64_t r, Range columns) const;
   void finish_side_grads(int64_t cell, int64_t panel);
   void clear_outside(int64_t cell, int64_t panel);
@@ -263,6 +270,9 @@ class KeyQueryBlock {
   };
   void add_key_side(const KeySide& side, Range keys, T* to, bool fresh);
   void add_grad_query();
+  void add_grad_query(int64_t panel, Range columns, Range keys, bool fresh);
+  Range seen_keys(Range keys, Range queries) const;
+  int64_t even_columns(int64_t panel, int64_t column);
   bool is_seen(int64_t key, int64_t query) const {
     return sees_key<Element>(params_.rule, params_.shape.key_len, batch_, head_, query_first_ + query,
                              key_first_ + key);
@@ -280,7 +290,7 @@ class KeyQueryBlock {
   const KeyQueryScratch<S>& s_;
   const ScoreUnits<T> units_;
   const bool wants_grads_;              // of the scores: for query, key or mask
-  const bool full_;                     // any of what plain_cell and plain_row do not know
+  const bool full_;                     // any of what plain_cell and partial_row do not know
   const bool mask_pairs_, fills_mask_;  // plan.h
   const int64_t cell_size_;             // keys of a cell
   MaskGrad<S> mask_grad_;

@@ -27,8 +27,11 @@ void KeyQueryBlock<S>::run_cell(int64_t cell, int64_t panel) {
   const bool whole = is_whole(cell, panel);
   special_ = full_ || pass_ != Pass::kGradients || *queries_.terms.has_far_rows != 0;
   if (whole && !special_) return run_plain_cell(cell, panel);
-  if (!whole || mask_by_key_ || units_.scale_first) finish_cell_scores(cell, panel);
+  if ((special_ && !whole) || mask_by_key_ || units_.scale_first) finish_cell_scores(cell, panel);
   if (rows_only) return sum_rows(cell, panel);
+  if constexpr (S::kPaired) {
+    if (!special_ && (!mask_grad_.wanted() || mask_pairs_)) return partial_paired_cell(cell, panel);
+  }
   finish_weights(cell, panel);
   if (pass_ == Pass::kDelta) return sum_delta(cell, panel);
   if (!whole) clear_outside(cell, panel);
@@ -111,14 +114,30 @@ ATTN_EXT_INLINE void make_weights(Vec<T> score, Vec<T> scale, Vec<T> lse, Vec<T>
   if constexpr (Select) grad = is_hidden<T>(score, lse) ? Vec<T>{} : grad;
 }
 
+// What a tile has computed of a key's row in a panel, and what of that is seen, the mask apart.
 template <typename S>
-void KeyQueryBlock<S>::plain_row(T* scores, T* grads, Range span, int64_t panel) const {
-  const Vec<T> scale = broadcast(units_.softmax_scale);
-  const T* lse = queries_.terms.lse + panel;
-  const T* delta = queries_.terms.delta + panel;
-  for (int64_t i = span.begin; i < span.end; i += S::kLane) {
+typename KeyQueryBlock<S>::RowSpans KeyQueryBlock<S>::spans_of_row(int64_t r, int64_t panel) const {
+  return {panel_span(round_down(r, S::kTileRows), panel),
+          {row_span_[r].begin - panel, row_span_[r].end - panel}};
+}
+
+// The queries from i on; grad: dP.
+template <typename S>
+ATTN_EXT_INLINE void KeyQueryBlock<S>::make_seen_weights(Range seen, const T* scores, int64_t panel,
+                                                         int64_t i, Vec<T>& weight, Vec<T>& grad) const {
+  const Vec<T> score = keep_lanes<T>(load(scores + i), seen.begin - i, seen.end - i);
+  make_weights<true, T>(score, broadcast(units_.softmax_scale), load(queries_.terms.lse + panel + i),
+                        load(queries_.terms.delta + panel + i), weight, grad);
+}
+
+template <typename S>
+void KeyQueryBlock<S>::partial_row(int64_t cell, int64_t panel, int64_t r) const {
+  const RowSpans spans = spans_of_row(r, panel);
+  T* scores = score_row(cell, panel, r);
+  T* grads = grad_row(cell, panel, r);
+  for (int64_t i = spans.computed.begin; i < spans.computed.end; i += S::kLane) {
     Vec<T> weight, grad = load(grads + i);
-    make_weights<true, T>(load(scores + i), scale, load(lse + i), load(delta + i), weight, grad);
+    make_seen_weights(spans.seen, scores, panel, i, weight, grad);
     store(scores + i, weight);
     store(grads + i, grad);
   }
@@ -152,11 +171,7 @@ void KeyQueryBlock<S>::finish_weights(int64_t cell, int64_t panel) {
   for (int64_t r = cell; r < cell + cell_rows(cell); ++r) {
     const Range span = panel_span(round_down(r, S::kTileRows), panel);
     if (is_empty(span)) continue;
-    if (special_) {
-      full_row(cell, panel, r, span);
-    } else {
-      plain_row(score_row(cell, panel, r), grad_row(cell, panel, r), span, panel);
-    }
+    special_ ? full_row(cell, panel, r, span) : partial_row(cell, panel, r);
   }
 }
 
@@ -315,6 +330,21 @@ void KeyQueryBlock<S>::plain_paired_cell(int64_t cell, int64_t panel) {
     }
     grad = load(grad_row(cell, panel, r + k) + i);
     make_weights<Select, T>(score, scale, load(lse + i), load(delta + i), weight, grad);
+  };
+  make_pairs_of_cell(cell, panel, make);
+}
+
+// A cell with nothing special about it but that some queries do not see some of its keys.
+template <typename S>
+void KeyQueryBlock<S>::partial_paired_cell(int64_t cell, int64_t panel) {
+  RowSpans spans[kCellRows<S> > kMaskCellRows<S> ? kCellRows<S> : kMaskCellRows<S>];
+  for (int64_t r = 0; r < cell_rows(cell); ++r) spans[r] = spans_of_row(cell + r, panel);
+  const auto make = [&](int64_t r, int k, int64_t i, Vec<T>& weight, Vec<T>& grad)
+      __attribute__((always_inline)) {
+    const RowSpans& row = spans[r - cell + k];
+    if (i < row.computed.begin || i >= row.computed.end) return;
+    grad = load(grad_row(cell, panel, r + k) + i);
+    make_seen_weights(row.seen, score_row(cell, panel, r + k), panel, i, weight, grad);
   };
   make_pairs_of_cell(cell, panel, make);
 }

@@ -50,38 +50,85 @@ void KeyQueryBlock<S>::add_key_side(const KeySide& side, Range keys, T* to, bool
   if (side.has_bad_rows) add_bad_rows(side, keys, to);
 }
 
+// Of a run of keys those from the first tile that some of the queries see to the last one.
+template <typename S>
+Range KeyQueryBlock<S>::seen_keys(Range keys, Range queries) const {
+  const auto is_seen = [&](int64_t tile) {
+    return !is_empty(intersect(tile_span_[tile / S::kTileRows], queries));
+  };
+  while (keys.begin < keys.end && !is_seen(keys.begin)) keys.begin += S::kTileRows;
+  for (int64_t tile = round_down(keys.end - 1, S::kTileRows); keys.begin < keys.end && !is_seen(tile);) {
+    keys.end = tile;
+    tile -= S::kTileRows;
+  }
+  return keys;
+}
+
+// Columns of a panel that one product takes: the narrowest that run at full speed, or all of them where these
+// see the same keys.
+template <typename S>
+int64_t KeyQueryBlock<S>::even_columns(int64_t panel, int64_t column) {
+  constexpr int64_t kStep =
+      Product::kInRegisters && kTallTileVectors > 0 ? kTallTileVectors * S::kLane : S::kPanel;
+  const int64_t width = panel_width(panel);
+  bool even = true;
+  each_live_key_run(panel, [&](Range keys) {
+    const Range first = seen_keys(keys, {panel, panel + kStep});
+    for (int64_t i = kStep; i < width; i += kStep) {
+      const Range other = seen_keys(keys, {panel + i, panel + smaller(i + kStep, width)});
+      even &= other.begin == first.begin && other.end == first.end;
+    }
+  });
+  return even ? width : smaller(kStep, width - column);
+}
+
 // dQ^T (D, queries) += K^T (D, keys) . dS^T (keys, queries), over the runs of live cells of every panel.
 template <typename S>
 void KeyQueryBlock<S>::add_grad_query() {
   const int64_t dim = params_.shape.head_dim;
-  const Operands<Operand>& left = *keys_.key_depth;
-  const int64_t block_depth = depth_of<Product>(plan_.block_keys);
   const bool fresh = *queries_.has_sums == 0;
   if (fresh) *queries_.has_sums = 1;
   for (int64_t panel = part_.queries.begin; panel < part_.queries.end; panel += S::kPanel) {
     const int64_t width = panel_width(panel);
-    bool begins = fresh;
-    each_live_key_run(panel, [&](Range keys) {
-      const Range run{keys.begin / S::kDepth, depth_of<Product>(keys.end)};
-      TileArgs<Product> args{};
-      args.depth = run.end - run.begin;
-      args.left_stride = Product::kInRegisters ? 1 : left.row_stride;
-      args.left_step = Product::kInRegisters ? left.row_stride : 1;
-      args.right_stride = S::kPaired ? S::kPanel : s_.operand_stride;
-      args.right = S::kPaired ? s_.grads_right + (panel / S::kPanel * block_depth + run.begin) * S::kPanel
-                              : s_.grads_left + run.begin * s_.operand_stride + panel;
-      args.out_stride = width;
-      const int64_t height = tile_height<Product>(width);
-      for (int64_t d = 0, rows = 0; d < dim; d += rows) {
-        rows = dim - d >= height ? height : smaller(S::kTileRows, dim - d);
-        args.left = left.data + run.begin * args.left_step + d * args.left_stride;
-        args.out = queries_.grad_query + panel * dim + d * width;
-        begins ? tile_function<Product, false>(rows, width)(args)
-               : tile_function<Product, true>(rows, width)(args);
+    for (int64_t column = 0, columns = 0; column < width; column += columns) {
+      columns = even_columns(panel, column);
+      bool begins = fresh;
+      each_live_key_run(panel, [&](Range live_keys) {
+        const Range keys = seen_keys(live_keys, {panel + column, panel + column + columns});
+        if (is_empty(keys)) return;
+        add_grad_query(panel, {column, column + columns}, keys, begins);
+        begins = false;
+      });
+      T* sums = queries_.grad_query + panel * dim;
+      for (int64_t d = 0; begins && d < dim; ++d) {
+        fill_span(sums + d * width, column, column + columns, static_cast<T>(0));
       }
-      begins = false;
-    });
-    if (begins) fill_span(queries_.grad_query + panel * dim, 0, dim * width, static_cast<T>(0));
+    }
+  }
+}
+
+// columns: of the panel.
+template <typename S>
+void KeyQueryBlock<S>::add_grad_query(int64_t panel, Range columns, Range keys, bool fresh) {
+  const Operands<Operand>& left = *keys_.key_depth;
+  const int64_t dim = params_.shape.head_dim, block_depth = depth_of<Product>(plan_.block_keys);
+  const int64_t first = keys.begin / S::kDepth, width = columns.end - columns.begin;
+  TileArgs<Product> args{};
+  args.depth = depth_of<Product>(keys.end) - first;
+  args.left_stride = Product::kInRegisters ? 1 : left.row_stride;
+  args.left_step = Product::kInRegisters ? left.row_stride : 1;
+  args.right_stride = S::kPaired ? S::kPanel : s_.operand_stride;
+  args.right = S::kPaired ? s_.grads_right + (panel / S::kPanel * block_depth + first) * S::kPanel
+                          : s_.grads_left + first * s_.operand_stride + panel;
+  args.right += columns.begin;
+  args.out_stride = panel_width(panel);
+  const int64_t height = tile_height<Product>(width);
+  for (int64_t d = 0, rows = 0; d < dim; d += rows) {
+    rows = dim - d >= height ? height : smaller(S::kTileRows, dim - d);
+    args.left = left.data + first * args.left_step + d * args.left_stride;
+    args.out = queries_.grad_query + panel * dim + d * args.out_stride + columns.begin;
+    fresh ? tile_function<Product, false>(rows, width)(args)
+          : tile_function<Product, true>(rows, width)(args);
   }
 }
 

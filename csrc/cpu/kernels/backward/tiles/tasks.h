@@ -336,9 +336,9 @@ void Tiles<S>::finish_key_block(KeyQueryBlock<S>& scores, Unit unit, int64_t gro
                                 int64_t query_block) const {
   const Range keys = key_rows(block), rows = query_rows(query_block);
   const int64_t count = keys.end - keys.begin, cell = cell_rows_of<S>(params_);
-  const bool any = scores.make_grads(head_of(unit, group_head), rows,
-                                     memory_.query_pack(group_head, query_block),
-                                     {{0, count}, {0, rows.end - rows.begin}});
+  const bool any =
+      scores.make_grads(head_of(unit, group_head), rows, memory_.query_pack(group_head, query_block),
+                        {{0, count}, {0, rows.end - rows.begin}});
   const bool fresh = *memory_.key_pack(block).has_sums == 0;
   const auto finish = [&](const ResultView& grad, T* sums, int64_t dim, double scale, auto add) {
     const int64_t stride = padded_dim<S>(dim);
