@@ -194,7 +194,8 @@ class KeyQueryBlock {
 
   // visible.h
   bool set_block(int64_t head, Range rows, const QueryPack<S>& pack, const BlockPart& part);
-  bool key_is_masked(int64_t key) const;
+  // Queries, from the block's first on, that see the key, as far as windows and a mask of keys go.
+  Range row_span(int64_t r) const;
   // Of all rows: NaN and Inf of other keys' values, or of the gradient of lse, show there.
   bool has_finite_delta() const {
     T residue = 0;  // x - x is 0, NaN for what is not finite
@@ -242,6 +243,9 @@ class KeyQueryBlock {
   void plain_cell(int64_t cell, int64_t panel) const;
   template <bool Masked, bool Select>
   void plain_paired_cell(int64_t cell, int64_t panel);
+  Operand* grads_right_at(int64_t panel, int64_t r, int64_t i) const {
+    return s_.grads_right + (panel / S::kPanel * depth_of<Product>(plan_.block_keys) + r / 2) * S::kPanel + i;
+  }
   void store_pairs(int64_t panel, int64_t r, int64_t i, const Vec<T> (&weights)[2][2],
                    const Vec<T> (&grads)[2][2]);
   template <typename Make>
@@ -301,14 +305,14 @@ class KeyQueryBlock {
   QueryPack<S> queries_{};
   T* grad_key_ = nullptr;
   T* grad_value_ = nullptr;
-  bool mask_by_key_ = false;    // a mask that has to be looked at element by element
-  bool select_all_ = false;     // some dP may not be finite where P is 0
-  bool reads_weights_ = false;  // those of the forward pass; no score is made
+  bool mask_hides_keys_ = false;  // a bool mask of one row
+  bool mask_by_key_ = false;      // a mask that has to be looked at element by element
+  bool select_all_ = false;       // some dP may not be finite where P is 0
+  bool reads_weights_ = false;    // those of the forward pass; no score is made
   Pass pass_ = Pass::kGradients;
-  bool special_ = false;              // full_, or rows that are far
-  int64_t keep_first_ = 0;            // key of the first row of `keep`
-  Range row_span_[kMaxBackwardKeys];  // queries, from the block's first on, that see the key; the mask apart
-  Range tile_span_[kMaxBackwardKeys / S::kTileRows + 1];  // hull of the rows', in whole steps
+  bool special_ = false;                                  // full_, or rows that are far
+  int64_t keep_first_ = 0;                                // key of the first row of `keep`
+  Range tile_span_[kMaxBackwardKeys / S::kTileRows + 1];  // hull of row_span(), in whole steps
   Range cell_common_[kMaxCells];                          // queries that see every key of the cell
   uint8_t live_[kMaxCells][kMaxPanels];
 };

@@ -83,7 +83,7 @@ void KeyQueryBlock<S>::finish_cell_scores(int64_t cell, int64_t panel) {
     if (is_empty(computed)) continue;
     T* row = score_row(cell, panel, r);
     T* slope = units_.capped ? s_.cap_slope + (r - cell) * S::kPanel : nullptr;
-    Range seen = intersect({row_span_[r].begin - panel, row_span_[r].end - panel}, computed);
+    Range seen = intersect(spans_of_row(r, panel).seen, computed);
     // What fills up the last vector is dead anyway.
     if (seen.end >= smaller(computed.end, query_count_ - panel)) seen.end = computed.end;
     finish_scores(row, slope, computed, seen, units_, mask_by_key_, [&](T scale) {
@@ -117,8 +117,8 @@ ATTN_EXT_INLINE void make_weights(Vec<T> score, Vec<T> scale, Vec<T> lse, Vec<T>
 // What a tile has computed of a key's row in a panel, and what of that is seen, the mask apart.
 template <typename S>
 typename KeyQueryBlock<S>::RowSpans KeyQueryBlock<S>::spans_of_row(int64_t r, int64_t panel) const {
-  return {panel_span(round_down(r, S::kTileRows), panel),
-          {row_span_[r].begin - panel, row_span_[r].end - panel}};
+  const Range seen = row_span(r);
+  return {panel_span(round_down(r, S::kTileRows), panel), {seen.begin - panel, seen.end - panel}};
 }
 
 // The queries from i on; grad: dP.
@@ -220,8 +220,7 @@ ATTN_EXT_INLINE void KeyQueryBlock<S>::store_pairs([[maybe_unused]] int64_t pane
     store(s_.grads_left + left + s_.operand_stride, second);
     store(s_.weights_left + left, to_pairs(weights[0][0], weights[0][1]));
     store(s_.weights_left + left + s_.operand_stride, to_pairs(weights[1][0], weights[1][1]));
-    Operand* right =
-        s_.grads_right + (panel / S::kPanel * depth_of<Product>(plan_.block_keys) + r / 2) * S::kPanel + i;
+    Operand* right = grads_right_at(panel, r, i);
     store(right, pair_first_half(first, second));
     store(right + S::kLane, pair_second_half(first, second));
   }
@@ -334,19 +333,30 @@ void KeyQueryBlock<S>::plain_paired_cell(int64_t cell, int64_t panel) {
   make_pairs_of_cell(cell, panel, make);
 }
 
-// A cell with nothing special about it but that some queries do not see some of its keys.
+// A cell with nothing special about it but that some queries do not see some of its keys. Where a tile has
+// computed nothing only dQ's product reads on.
 template <typename S>
 void KeyQueryBlock<S>::partial_paired_cell(int64_t cell, int64_t panel) {
-  RowSpans spans[kCellRows<S> > kMaskCellRows<S> ? kCellRows<S> : kMaskCellRows<S>];
-  for (int64_t r = 0; r < cell_rows(cell); ++r) spans[r] = spans_of_row(cell + r, panel);
-  const auto make = [&](int64_t r, int k, int64_t i, Vec<T>& weight, Vec<T>& grad)
-      __attribute__((always_inline)) {
-    const RowSpans& row = spans[r - cell + k];
-    if (i < row.computed.begin || i >= row.computed.end) return;
-    grad = load(grad_row(cell, panel, r + k) + i);
-    make_seen_weights(row.seen, score_row(cell, panel, r + k), panel, i, weight, grad);
-  };
-  make_pairs_of_cell(cell, panel, make);
+  const int64_t end = cell + cell_rows(cell), width = panel_width(panel);
+  for (int64_t r = cell; r < end; r += 2) {
+    const int keys = static_cast<int>(smaller(2, end - r));
+    const RowSpans spans[2] = {spans_of_row(r, panel), spans_of_row(smaller(r + 1, end - 1), panel)};
+    const auto make = [&](int64_t, int k, int64_t i, Vec<T>& weight, Vec<T>& grad)
+        __attribute__((always_inline)) {
+      if (i < spans[k].computed.begin || i >= spans[k].computed.end) return;
+      grad = load(grad_row(cell, panel, r + k) + i);
+      make_seen_weights(spans[k].seen, score_row(cell, panel, r + k), panel, i, weight, grad);
+    };
+    const Range computed{smaller(spans[0].computed.begin, spans[1].computed.begin),
+                         larger(spans[0].computed.end, spans[1].computed.end)};
+    for (int64_t i = 0; i < width; i += 2 * S::kLane) {
+      if (i >= computed.end || i + 2 * S::kLane <= computed.begin) {
+        memset(grads_right_at(panel, r, i), 0, 2 * S::kLane * sizeof(Operand));
+      } else {
+        make_pairs(panel, r, i, keys, static_cast<int>(smaller(2, (width - i) / S::kLane)), make);
+      }
+    }
+  }
 }
 
 // dS of the keys past the block's last one, up to a whole step along the depth of dQ.

@@ -32,10 +32,15 @@ void load_transposed(const Matrix<M>& m, int64_t keys, typename S::Accum* out, C
 }
 
 template <typename S>
-bool KeyQueryBlock<S>::key_is_masked(int64_t key) const {
+Range KeyQueryBlock<S>::row_span(int64_t r) const {
   const ScoreRule& rule = params_.rule;
-  return rule.mask_kind == ScalarKind::kBool && rule.mask.row_stride == 0 && rule.mask.column_stride != 0 &&
-         row_pointer<const uint8_t>(rule.mask, batch_, head_, 0)[key * rule.mask.column_stride] == 0;
+  const int64_t key = key_first_ + r;
+  if (mask_hides_keys_ &&
+      row_pointer<const uint8_t>(rule.mask, batch_, head_, 0)[key * rule.mask.column_stride] == 0) {
+    return {0, 0};
+  }
+  const Range span = window_queries(rule, params_.shape.query_len, key);
+  return intersect({span.begin - query_first_, span.end - query_first_}, {0, query_count_});
 }
 
 // False: none of the part's queries sees any of its keys.
@@ -59,21 +64,16 @@ bool KeyQueryBlock<S>::set_block(int64_t head, Range rows, const QueryPack<S>& p
                    !needs_exact_delta(params_) && *pack.terms.has_far_rows == 0 &&
                    *keys_.has_bad_values == 0 && *keys_.has_bad_keys == 0 && *pack.has_bad_queries == 0 &&
                    *pack.has_bad_grads == 0 && has_finite_delta();
-  const bool sees_all =
-      rule.window_left < 0 && rule.window_right < 0 && (rule.mask_kind != ScalarKind::kBool || mask_by_key_);
+  mask_hides_keys_ =
+      rule.mask_kind == ScalarKind::kBool && rule.mask.row_stride == 0 && rule.mask.column_stride != 0;
   for (int64_t tile = part_.keys.begin; tile < part_.keys.end; tile += S::kTileRows) {
     Range& common = cell_common_[tile / cell_size_];
     if (tile % cell_size_ == 0) common = {0, count};
     Range hull{count, 0};
-    for (int64_t r = tile; r < tile + tile_rows(tile); ++r) {
-      if (sees_all) {
-        hull = row_span_[r] = {0, count};
-        continue;
-      }
-      Range span = intersect(window_queries(rule, params_.shape.query_len, key_first_ + r), rows);
-      span = is_empty(span) || key_is_masked(key_first_ + r) ? Range{0, 0}
-                                                             : Range{span.begin - first, span.end - first};
-      row_span_[r] = span;
+    const int64_t last = tile + tile_rows(tile) - 1;
+    // A window goes from key to key with its queries, so that the first and the last tell of all.
+    for (int64_t r = tile; r <= last; r += mask_hides_keys_ ? 1 : larger(1, last - tile)) {
+      const Range span = row_span(r);
       common = intersect(common, span);
       if (!is_empty(span)) hull = {smaller(hull.begin, span.begin), larger(hull.end, span.end)};
     }
