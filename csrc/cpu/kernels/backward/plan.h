@@ -5,6 +5,7 @@
 #include "../interface/backward.h"
 #include "../matrix/scheme.h"
 #include "chains.h"
+#include "store_rows.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
@@ -104,6 +105,15 @@ ATTN_EXT_INLINE bool mask_grad_in_pairs(const BackwardParams& params) {
 template <typename S>
 ATTN_EXT_INLINE bool tiles_fill_mask_grad(const BackwardParams& params) {
   return mask_grad_in_pairs<S>(params) && params.rule.window_left < 0 && params.rule.window_right < 0;
+}
+
+// Whether such a gradient goes past the caches, which it would fill.
+template <typename S>
+ATTN_EXT_INLINE bool streams_mask_grad(const BackwardParams& params) {
+  constexpr int64_t kSize = sizeof(typename S::Element);
+  const ResultView& grad = params.grad_mask;
+  return tiles_fill_mask_grad<S>(params) && grad.row_stride * kSize % kLineBytes == 0 &&
+         unit_count(params.shape) * params.shape.query_len * params.shape.key_len * kSize >= kStreamedBytes;
 }
 
 // dS sums to 0 along a row only with the very delta that P dP gives: a bias that is the same for all keys has

@@ -293,10 +293,10 @@ class KeyQueryBlock {
   const TilesPlan& plan_;
   const KeyQueryScratch<S>& s_;
   const ScoreUnits<T> units_;
-  const bool wants_grads_;              // of the scores: for query, key or mask
-  const bool full_;                     // any of what plain_cell and partial_row do not know
-  const bool mask_pairs_, fills_mask_;  // plan.h
-  const int64_t cell_size_;             // keys of a cell
+  const bool wants_grads_;                             // of the scores: for query, key or mask
+  const bool full_;                                    // any of what plain_cell and partial_row do not know
+  const bool mask_pairs_, fills_mask_, streams_mask_;  // plan.h
+  const int64_t cell_size_;                            // keys of a cell
   MaskGrad<S> mask_grad_;
   int64_t batch_ = 0, key_head_ = 0, key_first_ = 0, key_count_ = 0;
   int64_t head_ = 0, query_first_ = 0, query_count_ = 0, padded_queries_ = 0;
@@ -330,6 +330,7 @@ KeyQueryBlock<S>::KeyQueryBlock(const BackwardParams& params, const TilesPlan& p
             params.grad_key_mass.data != nullptr || params.grad_output.data == nullptr),
       mask_pairs_(mask_grad_in_pairs<S>(params)),
       fills_mask_(tiles_fill_mask_grad<S>(params)),
+      streams_mask_(streams_mask_grad<S>(params)),
       cell_size_(cell_rows_of<S>(params)) {}
 
 template <typename S>

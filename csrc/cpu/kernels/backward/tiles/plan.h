@@ -14,7 +14,7 @@ void Tiles<S>::plan(const BackwardParams& params, const BackwardParams& given, i
   plan.exact_delta = needs_exact_delta(params);
   plan.streamed = streams_key_gradients<S>(shape);
   plan.fills_mask_grad = tiles_fill_mask_grad<S>(params);
-  plan_blocks(shape, tiles);
+  plan_blocks(params, tiles);
   tiles.blocks_apart = are_blocks_apart(params, given, plan);
   plan_families(shape, params.grad_mask.data != nullptr ? &params.grad_mask : nullptr, plan.chains);
   plan_segments(params, plan.chains, tiles);
@@ -51,13 +51,16 @@ TurnsPlan Tiles<S>::turns(const BackwardPlan& plan, int64_t round) {
   return {plan.tiles.lanes, plan.chains.count, plan.tiles.chain_threads};
 }
 
-// Blocks of nearly equal size, in whole cells and panels.
+// Blocks of nearly equal size, in whole cells and panels. Where a mask's gradient is written past the caches,
+// a block's part of a row is whole lines.
 template <typename S>
-void Tiles<S>::plan_blocks(const AttentionShape& shape, TilesPlan& plan) {
+void Tiles<S>::plan_blocks(const BackwardParams& params, TilesPlan& plan) {
+  const AttentionShape& shape = params.shape;
+  const int64_t key_step = streams_mask_grad<S>(params) ? kLineKeys<S> : kCellRows<S>;
   const int64_t most_queries = round_down(smaller(kBackwardQueries, kMaxBackwardQueries), S::kPanel);
-  plan.key_blocks = ceil_div(shape.key_len, kBackwardKeys<S>);
+  plan.key_blocks = ceil_div(shape.key_len, round_down(kBackwardKeys<S>, key_step));
   plan.query_blocks = ceil_div(shape.query_len, most_queries);
-  plan.block_keys = round_up(ceil_div(shape.key_len, larger(1, plan.key_blocks)), kCellRows<S>);
+  plan.block_keys = round_up(ceil_div(shape.key_len, larger(1, plan.key_blocks)), key_step);
   plan.block_queries = round_up(ceil_div(shape.query_len, larger(1, plan.query_blocks)),
                                 plan.query_blocks > 1 ? S::kPanel : S::kSpan);
   plan.key_blocks = shape.key_len > 0 ? ceil_div(shape.key_len, plan.block_keys) : 0;

@@ -11,6 +11,9 @@ namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
 template <typename S>
 constexpr int64_t kBackwardKeys = S::Product::kInRegisters ? 216 : 256;  // of a block, at most
+// Whole cells that are whole lines of a mask's gradient.
+template <typename S>
+constexpr int64_t kLineKeys = S::Product::kInRegisters ? 96 : kCellRows<S>;
 constexpr int64_t kBackwardQueries = 256;
 constexpr int64_t kSegmentLength = 256;  // at least so many keys and queries
 constexpr int64_t kManyBlocks = 12;      // of keys
@@ -70,6 +73,7 @@ class Tiles {
         chains_(plan.chains),
         exact_delta_(plan.exact_delta),
         streamed_(plan.streamed),
+        mask_streamed_(streams_mask_grad<S>(params)),
         shape_(params.shape),
         group_(group_size(params.shape)),
         memory_(params.shape, plan.tiles),
@@ -81,7 +85,7 @@ class Tiles {
                      params.grad_mask_size} {}
 
   // plan.h
-  static void plan_blocks(const AttentionShape& shape, TilesPlan& plan);
+  static void plan_blocks(const BackwardParams& params, TilesPlan& plan);
   static void plan_segments(const BackwardParams& params, ChainsPlan& chains, TilesPlan& plan);
   static bool takes_turns(const BackwardParams& params, int threads, const BackwardPlan& plan);
   // Whether several parts of a unit, or several heads of a group, add to the same numbers of the mask's
@@ -178,7 +182,7 @@ class Tiles {
       const Unit unit = chain_unit(shape_, chains_, chain, i);
       plan_.blocks_apart ? run_blocks_apart(scores, unit, sum) : run_unit(scores, unit, states);
     }
-    if (streamed_) finish_streams();
+    if (streamed_ || mask_streamed_) finish_streams();
   }
   void run_unit(KeyQueryBlock<S>& scores, Unit unit, const BlockStates& states) const;
   void set_keys(KeyQueryBlock<S>& scores, Unit unit, int64_t block) const {
@@ -245,7 +249,7 @@ class Tiles {
   const BackwardParams& params_;
   const TilesPlan& plan_;
   const ChainsPlan& chains_;
-  const bool exact_delta_, streamed_;
+  const bool exact_delta_, streamed_, mask_streamed_;
   const AttentionShape& shape_;
   const int64_t group_;
   UnitMemory<S> memory_;  // of the unit that is worked on

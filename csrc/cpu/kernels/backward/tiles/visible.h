@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../score_gradients.h"
+#include "../store_rows.h"
 #include "block.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
@@ -236,13 +237,17 @@ void KeyQueryBlock<S>::put_pairs_square(const Operand* pairs, int64_t keys, Elem
                                         int64_t queries) const {
   constexpr int64_t kKeys = S::kLane * S::kDepth;
   const int64_t row_stride = mask_grad_.view().row_stride;
+  const bool streams = streams_mask_ && reinterpret_cast<uintptr_t>(to) % kLineBytes == 0;
   Vec<T> square[kLanes<T>];
   if (keys == kKeys && queries == S::kLane) {
 #pragma GCC unroll 16
     for (int64_t i = 0; i < S::kLane; ++i) square[i] = (Vec<T>)load(pairs + i * S::kPanel);
     transpose_square<T>(square);
 #pragma GCC unroll 16
-    for (int64_t i = 0; i < S::kLane; ++i) memcpy(to + i * row_stride, &square[i], sizeof(square[i]));
+    for (int64_t i = 0; i < S::kLane; ++i) {
+      streams ? stream(to + i * row_stride, square[i])
+              : static_cast<void>(memcpy(to + i * row_stride, &square[i], sizeof(square[i])));
+    }
     return;
   }
   const int64_t present = ceil_div(keys, S::kDepth);
