@@ -265,6 +265,20 @@ ATTN_EXT_INLINE HalfVec<T> lower_half(Vec<T> v) {
 #endif
 }
 
+// A vector of two halves that lie apart.
+template <typename T>
+ATTN_EXT_INLINE Vec<T> load_halves(const void* lower, const void* upper) {
+#if defined(__AVX512F__)
+  const __m512i half = _mm512_castsi256_si512(_mm256_loadu_si256(static_cast<const __m256i*>(lower)));
+  return (Vec<T>)_mm512_inserti64x4(half, _mm256_loadu_si256(static_cast<const __m256i*>(upper)), 1);
+#else
+  Vec<T> v;
+  memcpy(&v, lower, sizeof(v) / 2);
+  memcpy(reinterpret_cast<char*>(&v) + sizeof(v) / 2, upper, sizeof(v) / 2);
+  return v;
+#endif
+}
+
 template <typename T>
 ATTN_EXT_INLINE HalfVec<T> load_half(const T* p) {
   return *reinterpret_cast<const typename VectorOf<T>::HalfUnaligned*>(p);

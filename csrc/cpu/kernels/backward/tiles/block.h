@@ -194,8 +194,11 @@ class KeyQueryBlock {
 
   // visible.h
   bool set_block(int64_t head, Range rows, const QueryPack<S>& pack, const BlockPart& part);
-  // Queries, from the block's first on, that see the key, as far as windows and a mask of keys go.
+  // Queries, from the block's first on, that see a key, as far as windows go, in the block or out of it; and
+  // those in it, as far as windows and a mask of keys go.
+  Range window_of_key(int64_t r) const;
   Range row_span(int64_t r) const;
+  void see_tile(int64_t tile, Range& common, Range& hull) const;
   // Of all rows: NaN and Inf of other keys' values, or of the gradient of lse, show there.
   bool has_finite_delta() const {
     T residue = 0;  // x - x is 0, NaN for what is not finite
@@ -209,8 +212,9 @@ class KeyQueryBlock {
                        int64_t panel) const;
   RowsAhead mask_ahead(int64_t cell, int64_t panel) const;
   RowsAhead mask_grad_ahead(int64_t cell, int64_t panel) const;
-  template <typename M, typename Convert>
-  void load_cell(const TensorView& view, int64_t cell, int64_t panel, T* out, Convert convert) const;
+  template <typename M, typename Load, typename Finish>
+  void load_cell(const TensorView& view, int64_t cell, int64_t panel, T* out, Load load_lanes,
+                 Finish finish) const;
   void load_bias_cell(int64_t cell, int64_t panel) const;
   void load_weight_grads_cell(int64_t cell, int64_t panel) const;
   void put_mask_grads(int64_t cell, int64_t panel) const;

@@ -285,6 +285,10 @@ void Tiles<S>::run_head(KeyQueryBlock<S>& scores, Unit unit, int64_t group_head,
     states.queries[i] = {0, rows_first, false};
     if (rows_first) pack_queries(unit, group_head, i);
   }
+  for (int64_t block = 0; rows_first && memory_.keeps_keys() && block < plan_.key_blocks; ++block) {
+    if (!states.keys[block].packed) pack_keys(unit, block);
+    states.keys[block].packed = true;
+  }
   if (rows_first) make_rows(scores, unit, group_head, {0, query_blocks});
   for (int64_t block = 0; block < plan_.key_blocks; ++block) {
     const Range queries = seen_blocks(key_rows(block), {0, query_blocks});

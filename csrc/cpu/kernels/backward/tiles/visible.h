@@ -8,23 +8,56 @@
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
-// out (keys, kPanel) = the transpose of m (queries, keys), converted; m may have fewer keys, or more.
-template <typename S, typename M, typename Convert>
-void load_transposed(const Matrix<M>& m, int64_t keys, typename S::Accum* out, Convert convert) {
+// Two squares of lanes of queries and a vector of keys, turned around: pairs of keys go as one, those of the
+// second square beside those of the first.
+template <typename S, typename Finish>
+ATTN_EXT_INLINE void load_transposed_pairs(const BFloat16* from, int64_t row_stride, typename S::Accum* out,
+                                           Finish finish) {
+  constexpr int kWidth = kLanes<float>;
+  const BFloat16* second = from + kWidth * row_stride;
+  Vec<float> square[kWidth];
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < kWidth; ++i) {
+    square[i] = load_halves<float>(from + i * row_stride, second + i * row_stride);
+  }
+  transpose_square<float>(square);
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < kWidth; ++i) {
+    typename S::Accum* to = out + i % (kWidth / 2) * 2 * S::kPanel + i / (kWidth / 2) * kWidth;
+    const auto pair = (Vec<uint32_t>)square[i];
+    store(to, finish((Vec<float>)(pair << 16)));
+    store(to + S::kPanel, finish((Vec<float>)(pair & 0xffff0000u)));
+  }
+}
+
+// out (keys, kPanel) = the transpose of m (queries, keys), of finish(load(where they lie)); m may have fewer
+// keys, or more.
+template <typename S, typename M, typename Load, typename Finish>
+void load_transposed(const Matrix<M>& m, int64_t keys, typename S::Accum* out, Load load_lanes,
+                     Finish finish) {
   using T = typename S::Accum;
+  const int64_t queries = round_up(m.rows, S::kSpan);
   for (int64_t k = 0; k < keys; k += S::kLane) {
-    for (int64_t q = 0; q < round_up(m.rows, S::kSpan); q += S::kLane) {
+    const bool whole = m.column_stride == 1 && k + S::kLane <= m.columns;
+    int64_t q = 0;
+    if constexpr (std::is_same_v<M, BFloat16> && std::is_same_v<T, float>) {
+      for (; whole && q + 2 * S::kLane <= m.rows; q += 2 * S::kLane) {
+        load_transposed_pairs<S>(m.data + q * m.row_stride + k, m.row_stride, out + k * S::kPanel + q,
+                                 finish);
+      }
+    }
+    for (; q < queries; q += S::kLane) {
       M block[kLanes<T> * kLanes<T>];
       const M* from = m.data + q * m.row_stride + k * m.column_stride;
       int64_t stride = m.row_stride;
-      if (q + S::kLane > m.rows || m.column_stride != 1 || k + S::kLane > m.columns) {
+      if (!whole || q + S::kLane > m.rows) {
         gather_block(m, q, S::kLane, k, S::kLane, block);
         from = block;
         stride = S::kLane;
       }
       Vec<T> square[kLanes<T>];
 #pragma GCC unroll 16
-      for (int64_t i = 0; i < S::kLane; ++i) square[i] = convert(from + i * stride);
+      for (int64_t i = 0; i < S::kLane; ++i) square[i] = finish(load_lanes(from + i * stride));
       transpose_square<T>(square);
 #pragma GCC unroll 16
       for (int64_t i = 0; i < S::kLane; ++i) store(out + (k + i) * S::kPanel + q, square[i]);
@@ -33,15 +66,37 @@ void load_transposed(const Matrix<M>& m, int64_t keys, typename S::Accum* out, C
 }
 
 template <typename S>
+Range KeyQueryBlock<S>::window_of_key(int64_t r) const {
+  const Range queries = window_queries(params_.rule, params_.shape.query_len, key_first_ + r);
+  return {queries.begin - query_first_, queries.end - query_first_};
+}
+
+template <typename S>
 Range KeyQueryBlock<S>::row_span(int64_t r) const {
-  const ScoreRule& rule = params_.rule;
-  const int64_t key = key_first_ + r;
+  const TensorView& mask = params_.rule.mask;
   if (mask_hides_keys_ &&
-      row_pointer<const uint8_t>(rule.mask, batch_, head_, 0)[key * rule.mask.column_stride] == 0) {
+      row_pointer<const uint8_t>(mask, batch_, head_, 0)[(key_first_ + r) * mask.column_stride] == 0) {
     return {0, 0};
   }
-  const Range span = window_queries(rule, params_.shape.query_len, key);
-  return intersect({span.begin - query_first_, span.end - query_first_}, {0, query_count_});
+  return intersect(window_of_key(r), {0, query_count_});
+}
+
+// What the queries of a tile's keys have in common, and all that see any.
+template <typename S>
+void KeyQueryBlock<S>::see_tile(int64_t tile, Range& common, Range& hull) const {
+  const int64_t last = tile + tile_rows(tile) - 1;
+  if (!mask_hides_keys_) {  // the window moves with the keys
+    const Range of_first = window_of_key(tile), of_last = window_of_key(last);
+    common = intersect(common, {of_last.begin, of_first.end});
+    hull = intersect({of_first.begin, of_last.end}, {0, query_count_});
+    return;
+  }
+  hull = {query_count_, 0};
+  for (int64_t r = tile; r <= last; ++r) {
+    const Range span = row_span(r);
+    common = intersect(common, span);
+    if (!is_empty(span)) hull = {smaller(hull.begin, span.begin), larger(hull.end, span.end)};
+  }
 }
 
 // False: none of the part's queries sees any of its keys.
@@ -70,14 +125,8 @@ bool KeyQueryBlock<S>::set_block(int64_t head, Range rows, const QueryPack<S>& p
   for (int64_t tile = part_.keys.begin; tile < part_.keys.end; tile += S::kTileRows) {
     Range& common = cell_common_[tile / cell_size_];
     if (tile % cell_size_ == 0) common = {0, count};
-    Range hull{count, 0};
-    const int64_t last = tile + tile_rows(tile) - 1;
-    // A window goes from key to key with its queries, so that the first and the last tell of all.
-    for (int64_t r = tile; r <= last; r += mask_hides_keys_ ? 1 : larger(1, last - tile)) {
-      const Range span = row_span(r);
-      common = intersect(common, span);
-      if (!is_empty(span)) hull = {smaller(hull.begin, span.begin), larger(hull.end, span.end)};
-    }
+    Range hull{};
+    see_tile(tile, common, hull);
     tile_span_[tile / S::kTileRows] = is_empty(hull) ? Range{0, 0} : in_steps<S::kSpan>(hull);
   }
   bool any = false;
@@ -135,29 +184,38 @@ RowsAhead KeyQueryBlock<S>::mask_grad_ahead(int64_t cell, int64_t panel) const {
 
 // A cell of a matrix of queries x keys of Ms, converted and turned around.
 template <typename S>
-template <typename M, typename Convert>
-void KeyQueryBlock<S>::load_cell(const TensorView& view, int64_t cell, int64_t panel, T* out,
-                                 Convert convert) const {
+template <typename M, typename Load, typename Finish>
+void KeyQueryBlock<S>::load_cell(const TensorView& view, int64_t cell, int64_t panel, T* out, Load load_lanes,
+                                 Finish finish) const {
   const int64_t key = key_first_ + cell;
   const Matrix<M> m{
       row_pointer<const M>(view, batch_, head_, query_first_ + panel) + key * view.column_stride,
       view.row_stride, view.column_stride, smaller(S::kPanel, query_count_ - panel),
       params_.shape.key_len - key};
-  load_transposed<S>(m, cell_rows(cell), out, convert);
+  load_transposed<S>(m, cell_rows(cell), out, load_lanes, finish);
 }
 
 template <typename S>
 void KeyQueryBlock<S>::load_bias_cell(int64_t cell, int64_t panel) const {
   with_kind<Element>(params_.rule.mask_kind, [&](auto tag) {
     using M = typename decltype(tag)::Type;
-    load_cell<M>(params_.rule.mask, cell, panel, s_.bias, [](const M* p) { return mask_lanes<T>(p); });
+    if constexpr (std::is_same_v<M, uint8_t>) {
+      load_cell<M>(
+          params_.rule.mask, cell, panel, s_.bias, [](const M* p) { return mask_lanes<T>(p); },
+          [](Vec<T> v) { return v; });
+    } else {
+      load_cell<M>(
+          params_.rule.mask, cell, panel, s_.bias, [](const M* p) { return load_bias<T>(p); },
+          [](Vec<T> v) { return in_log2<T>(v); });
+    }
   });
 }
 
 template <typename S>
 void KeyQueryBlock<S>::load_weight_grads_cell(int64_t cell, int64_t panel) const {
-  load_cell<Element>(params_.grad_weights, cell, panel, s_.weight_grads,
-                     [](const Element* p) { return load_compute(p); });
+  load_cell<Element>(
+      params_.grad_weights, cell, panel, s_.weight_grads, [](const Element* p) { return load_compute(p); },
+      [](Vec<T> v) { return v; });
 }
 
 // dS of the cell, into the mask's gradient.
