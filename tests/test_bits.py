@@ -188,6 +188,27 @@ JOINED_HEADS = [(8, 1, 5), (6, 2, 40), (32, 2, 1), (4, 2, 200)]
 by_joined_heads = pytest.mark.parametrize(("heads", "key_heads", "query_len"), JOINED_HEADS)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 8])
+@pytest.mark.parametrize("key_len", [1024, 1030, 1056])
+def test_a_large_gradient_of_a_mask_has_the_bits_of_small_ones(key_len, threads):
+    """Past the caches where it takes megabytes and its rows are whole lines, some of which nobody sees."""
+    query, key, value, grad = (
+        torch.randn(1, 4, length, 64, dtype=torch.bfloat16) for length in (512, key_len, key_len, 512)
+    )
+    mask = torch.randn(1, 4, 512, key_len, dtype=torch.bfloat16)
+    mask[..., 5:9] = mask[..., 200:270, 100:700] = -torch.inf
+
+    def gradient(heads):
+        leaf = mask[:, heads].clone().requires_grad_()
+        output = attn_ext.sdpa(query[:, heads], key[:, heads], value[:, heads], leaf)
+        return torch.autograd.grad(output, leaf, grad[:, heads])[0]
+
+    together = on_threads(threads, lambda: gradient(slice(0, 4)))
+    alone = [gradient(slice(head, head + 1)) for head in range(4)]
+    assert torch.equal(together, torch.cat(alone, 1))
+    assert together[..., 200:270, 100:700].eq(0).all()
+
+
 def gradients_of_joined_heads(query, key, value, grad, mask=None):
     leaves = [x.detach().requires_grad_() for x in (query, key, value)]
     output, lse = attn_ext.sdpa_with_lse(*leaves, attn_mask=mask, enable_gqa=True)

@@ -545,6 +545,10 @@ void add_few_keys_in_turn(const Add& add) {
   }
 }
 
+struct Window {
+  int64_t left, right;
+};
+
 void add_rules(const Add& add) {
   add("causal", [](Case& c) {
     sized(c, 150, 150, 16, 16);
@@ -580,6 +584,17 @@ void add_rules(const Add& add) {
     c.rule.window_right = 5;
     c.rule.query_offset = 11;
   });
+  for (const Window window : {Window{0, 0}, Window{1, 0}, Window{0, 7}, Window{3, 2}, Window{64, 0}}) {
+    for (const bool masked : {false, true}) {
+      add("narrow window", [=](Case& c) {  // than tiles and half panels, over the ends of blocks
+        sized(c, 560, 590, 8, 8);
+        c.rule.window_left = window.left;
+        c.rule.window_right = window.right;
+        c.rule.query_offset = 7;
+        if (masked) c.mask = "c";
+      });
+    }
+  }
   add("far offset", [](Case& c) {
     sized(c, 9, 40, 8, 8);
     c.rule.window_left = 3;

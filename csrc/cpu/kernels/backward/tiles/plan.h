@@ -51,14 +51,16 @@ TurnsPlan Tiles<S>::turns(const BackwardPlan& plan, int64_t round) {
   return {plan.tiles.lanes, plan.chains.count, plan.tiles.chain_threads};
 }
 
-// Blocks of nearly equal size, in whole cells and panels. Where a mask's gradient is written past the caches,
-// a block's part of a row is whole lines.
+// Blocks of nearly equal size, in whole cells and panels, and in whole lines of a mask's gradient where these
+// may be written past the caches.
 template <typename S>
 void Tiles<S>::plan_blocks(const BackwardParams& params, TilesPlan& plan) {
   const AttentionShape& shape = params.shape;
-  const int64_t key_step = streams_mask_grad<S>(params) ? kLineKeys<S> : kCellRows<S>;
+  const bool in_lines = tiles_fill_mask_grad<S>(params);
+  const int64_t key_step = in_lines ? kLineKeys<S> : kCellRows<S>;
+  const int64_t most_keys = in_lines ? kMostLineKeys<S> : kBackwardKeys<S>;
   const int64_t most_queries = round_down(smaller(kBackwardQueries, kMaxBackwardQueries), S::kPanel);
-  plan.key_blocks = ceil_div(shape.key_len, round_down(kBackwardKeys<S>, key_step));
+  plan.key_blocks = ceil_div(shape.key_len, most_keys);
   plan.query_blocks = ceil_div(shape.query_len, most_queries);
   plan.block_keys = round_up(ceil_div(shape.key_len, larger(1, plan.key_blocks)), key_step);
   plan.block_queries = round_up(ceil_div(shape.query_len, larger(1, plan.query_blocks)),

@@ -11,9 +11,11 @@ namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
 template <typename S>
 constexpr int64_t kBackwardKeys = S::Product::kInRegisters ? 216 : 256;  // of a block, at most
-// Whole cells that are whole lines of a mask's gradient.
+// Where they are whole lines of a mask's gradient: steps of whole cells, and at most.
 template <typename S>
 constexpr int64_t kLineKeys = S::Product::kInRegisters ? 96 : kCellRows<S>;
+template <typename S>
+constexpr int64_t kMostLineKeys = S::Product::kInRegisters ? 288 : 256;
 constexpr int64_t kBackwardQueries = 256;
 constexpr int64_t kSegmentLength = 256;  // at least so many keys and queries
 constexpr int64_t kManyBlocks = 12;      // of keys
