@@ -584,7 +584,7 @@ void add_rules(const Add& add) {
     c.rule.window_right = 5;
     c.rule.query_offset = 11;
   });
-  for (const Window window : {Window{0, 0}, Window{1, 0}, Window{0, 7}, Window{3, 2}, Window{64, 0}}) {
+  for (const Window window : {Window{1, 0}, Window{0, 2}, Window{0, 7}, Window{3, 2}, Window{64, 0}}) {
     for (const bool masked : {false, true}) {
       add("narrow window", [=](Case& c) {  // than tiles and half panels, over the ends of blocks
         sized(c, 560, 590, 8, 8);
