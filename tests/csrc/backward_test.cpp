@@ -546,7 +546,7 @@ void add_few_keys_in_turn(const Add& add) {
 }
 
 struct Window {
-  int64_t left, right;
+  int64_t left, right, offset;
 };
 
 void add_rules(const Add& add) {
@@ -584,13 +584,14 @@ void add_rules(const Add& add) {
     c.rule.window_right = 5;
     c.rule.query_offset = 11;
   });
-  for (const Window window : {Window{1, 0}, Window{0, 2}, Window{0, 7}, Window{3, 2}, Window{64, 0}}) {
+  for (const Window window : {Window{1, 0, 7}, Window{0, 2, 7}, Window{0, 7, 0}, Window{3, 2, 7},
+                              Window{40, 0, 0}, Window{64, 0, 7}}) {
     for (const bool masked : {false, true}) {
       add("narrow window", [=](Case& c) {  // than tiles and half panels, over the ends of blocks
         sized(c, 560, 590, 8, 8);
         c.rule.window_left = window.left;
         c.rule.window_right = window.right;
-        c.rule.query_offset = 7;
+        c.rule.query_offset = window.offset;
         if (masked) c.mask = "c";
       });
     }

@@ -111,9 +111,10 @@ ATTN_EXT_INLINE bool tiles_fill_mask_grad(const BackwardParams& params) {
 template <typename S>
 ATTN_EXT_INLINE bool streams_mask_grad(const BackwardParams& params) {
   constexpr int64_t kSize = sizeof(typename S::Element);
+  const AttentionShape& shape = params.shape;
   const ResultView& grad = params.grad_mask;
   return tiles_fill_mask_grad<S>(params) && grad.row_stride * kSize % kLineBytes == 0 &&
-         unit_count(params.shape) * params.shape.query_len * params.shape.key_len * kSize >= kStreamedBytes;
+         shape.batch * shape.query_heads * shape.query_len * shape.key_len * kSize >= kStreamedBytes;
 }
 
 // dS sums to 0 along a row only with the very delta that P dP gives: a bias that is the same for all keys has

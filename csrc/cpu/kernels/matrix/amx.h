@@ -109,6 +109,7 @@ inline TileFunction<AmxProduct> block_function(int64_t columns) {
 // The same by the register tiles of vectors.
 template <bool Carry>
 void multiply_in_vectors(const TileArgs<AmxProduct>& args, int64_t rows, int64_t columns) {
+  if (args.depth % AmxProduct::kDepthStep != 0) __builtin_trap();  // the unit would read on
   for (int64_t row = 0; row < rows; row += BFloat16Product::kTileRows) {
     TileArgs<BFloat16Product> tile{};
     tile.depth = args.depth;

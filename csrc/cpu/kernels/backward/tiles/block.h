@@ -280,7 +280,7 @@ class KeyQueryBlock {
   void add_grad_query();
   void add_grad_query(int64_t panel, Range columns, Range keys, bool fresh);
   Range seen_keys(Range keys, Range queries) const;
-  int64_t even_columns(int64_t panel, int64_t column);
+  int64_t even_columns(int64_t panel);
   bool is_seen(int64_t key, int64_t query) const {
     return sees_key<Element>(params_.rule, params_.shape.key_len, batch_, head_, query_first_ + query,
                              key_first_ + key);

@@ -337,18 +337,18 @@ void KeyQueryBlock<S>::plain_paired_cell(int64_t cell, int64_t panel) {
 // computed nothing only dQ's product reads on.
 template <typename S>
 void KeyQueryBlock<S>::partial_paired_cell(int64_t cell, int64_t panel) {
+  static_assert(S::kTileRows % 2 == 0);  // a pair of keys is of one tile
   const int64_t end = cell + cell_rows(cell), width = panel_width(panel);
   for (int64_t r = cell; r < end; r += 2) {
     const int keys = static_cast<int>(smaller(2, end - r));
-    const RowSpans spans[2] = {spans_of_row(r, panel), spans_of_row(smaller(r + 1, end - 1), panel)};
+    const RowSpans first = spans_of_row(r, panel), second = spans_of_row(smaller(r + 1, end - 1), panel);
+    const Range computed = first.computed, seen[2] = {first.seen, second.seen};
     const auto make = [&](int64_t, int k, int64_t i, Vec<T>& weight, Vec<T>& grad)
         __attribute__((always_inline)) {
-      if (i < spans[k].computed.begin || i >= spans[k].computed.end) return;
+      if (i < computed.begin || i >= computed.end) return;
       grad = load(grad_row(cell, panel, r + k) + i);
-      make_seen_weights(spans[k].seen, score_row(cell, panel, r + k), panel, i, weight, grad);
+      make_seen_weights(seen[k], score_row(cell, panel, r + k), panel, i, weight, grad);
     };
-    const Range computed{smaller(spans[0].computed.begin, spans[1].computed.begin),
-                         larger(spans[0].computed.end, spans[1].computed.end)};
     for (int64_t i = 0; i < width; i += 2 * S::kLane) {
       if (i >= computed.end || i + 2 * S::kLane <= computed.begin) {
         memset(grads_right_at(panel, r, i), 0, 2 * S::kLane * sizeof(Operand));

@@ -51,12 +51,15 @@ TurnsPlan Tiles<S>::turns(const BackwardPlan& plan, int64_t round) {
   return {plan.tiles.lanes, plan.chains.count, plan.tiles.chain_threads};
 }
 
-// Blocks of nearly equal size, in whole cells and panels, and in whole lines of a mask's gradient where these
-// may be written past the caches.
+// Blocks of nearly equal size, in whole cells and panels; in whole lines of a bias where its gradient might
+// be written past the caches, were it large and wanted.
 template <typename S>
 void Tiles<S>::plan_blocks(const BackwardParams& params, TilesPlan& plan) {
   const AttentionShape& shape = params.shape;
-  const bool in_lines = tiles_fill_mask_grad<S>(params);
+  static_assert(kMostLineKeys<S> <= kMaxBackwardKeys && kMostLineKeys<S> % kLineKeys<S> == 0);
+  static_assert(kLineKeys<S> % kCellRows<S> == 0 && kLineKeys<S> % kMaskCellRows<S> == 0);
+  constexpr int64_t kLine = kLineBytes / static_cast<int64_t>(sizeof(Element));
+  const bool in_lines = S::kPaired && is_biased(params.rule) && shape.key_len % kLine == 0;
   const int64_t key_step = in_lines ? kLineKeys<S> : kCellRows<S>;
   const int64_t most_keys = in_lines ? kMostLineKeys<S> : kBackwardKeys<S>;
   const int64_t most_queries = round_down(smaller(kBackwardQueries, kMaxBackwardQueries), S::kPanel);
@@ -128,7 +131,7 @@ void Tiles<S>::plan_parts(const BackwardParams& params, int threads, BackwardPla
   if (shares_mask(params) && plan.chains.family_units > plan.chains.mask_copies) return;
   if constexpr (S::Product::kInRegisters) {
     if (threads <= lanes) return;
-    tiles.key_parts = threads > 2 ? 3 : 2;  // a full block has nine cells
+    tiles.key_parts = threads > 2 ? 3 : 2;  // a full block has nine cells, or six
     tiles.query_parts = threads > 2 * lanes ? 4 : 2;
   } else {
     if (threads > 2 * lanes) tiles.key_parts = 2;

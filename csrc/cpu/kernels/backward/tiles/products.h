@@ -50,27 +50,26 @@ void KeyQueryBlock<S>::add_key_side(const KeySide& side, Range keys, T* to, bool
   if (side.has_bad_rows) add_bad_rows(side, keys, to);
 }
 
-// Of a run of keys those from the first tile that some of the queries see to the last one.
+// Of a run of keys those from the first tile that some of the queries see to the last one, in whole steps
+// along the depth.
 template <typename S>
 Range KeyQueryBlock<S>::seen_keys(Range keys, Range queries) const {
-  const auto is_seen = [&](int64_t tile) {
+  const auto sees = [&](int64_t tile) {
     return !is_empty(intersect(tile_span_[tile / S::kTileRows], queries));
   };
-  while (keys.begin < keys.end && !is_seen(keys.begin)) keys.begin += S::kTileRows;
-  for (int64_t tile = round_down(keys.end - 1, S::kTileRows); keys.begin < keys.end && !is_seen(tile);) {
-    keys.end = tile;
-    tile -= S::kTileRows;
-  }
-  return keys;
+  while (keys.begin < keys.end && !sees(keys.begin)) keys.begin += S::kTileRows;
+  int64_t tile = round_down(keys.end - 1, S::kTileRows);
+  for (; keys.begin < keys.end && !sees(tile); tile -= S::kTileRows) keys.end = tile;
+  return {round_down(keys.begin, S::kDepth * S::kDepthStep), keys.end};
 }
 
-// Columns of a panel that one product takes: the narrowest that run at full speed, or all of them where these
-// see the same keys.
+// Columns of a panel that one product of dQ takes: all, or the narrowest that run at full speed where these
+// do not see the same keys.
 template <typename S>
-int64_t KeyQueryBlock<S>::even_columns(int64_t panel, int64_t column) {
-  constexpr int64_t kStep =
-      Product::kInRegisters && kTallTileVectors > 0 ? kTallTileVectors * S::kLane : S::kPanel;
+int64_t KeyQueryBlock<S>::even_columns(int64_t panel) {
   const int64_t width = panel_width(panel);
+  if constexpr (!Product::kInRegisters || kTallTileVectors == 0) return width;
+  constexpr int64_t kStep = larger(1, kTallTileVectors) * S::kLane;
   bool even = true;
   each_live_key_run(panel, [&](Range keys) {
     const Range first = seen_keys(keys, {panel, panel + kStep});
@@ -79,7 +78,7 @@ int64_t KeyQueryBlock<S>::even_columns(int64_t panel, int64_t column) {
       even &= other.begin == first.begin && other.end == first.end;
     }
   });
-  return even ? width : smaller(kStep, width - column);
+  return even ? width : kStep;
 }
 
 // dQ^T (D, queries) += K^T (D, keys) . dS^T (keys, queries), over the runs of live cells of every panel.
@@ -89,9 +88,9 @@ void KeyQueryBlock<S>::add_grad_query() {
   const bool fresh = *queries_.has_sums == 0;
   if (fresh) *queries_.has_sums = 1;
   for (int64_t panel = part_.queries.begin; panel < part_.queries.end; panel += S::kPanel) {
-    const int64_t width = panel_width(panel);
-    for (int64_t column = 0, columns = 0; column < width; column += columns) {
-      columns = even_columns(panel, column);
+    const int64_t width = panel_width(panel), step = even_columns(panel);
+    for (int64_t column = 0; column < width; column += step) {
+      const int64_t columns = smaller(step, width - column);
       bool begins = fresh;
       each_live_key_run(panel, [&](Range live_keys) {
         const Range keys = seen_keys(live_keys, {panel + column, panel + column + columns});

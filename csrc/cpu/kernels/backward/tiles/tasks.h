@@ -11,9 +11,9 @@ namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
 template <typename S>
 constexpr int64_t kBackwardKeys = S::Product::kInRegisters ? 216 : 256;  // of a block, at most
-// Where they are whole lines of a mask's gradient: steps of whole cells, and at most.
+// The same in whole cells of any kind that are whole lines of a mask's gradient.
 template <typename S>
-constexpr int64_t kLineKeys = S::Product::kInRegisters ? 96 : kCellRows<S>;
+constexpr int64_t kLineKeys = S::Product::kInRegisters ? 96 : 64;
 template <typename S>
 constexpr int64_t kMostLineKeys = S::Product::kInRegisters ? 288 : 256;
 constexpr int64_t kBackwardQueries = 256;
@@ -272,7 +272,7 @@ void Tiles<S>::run_unit(KeyQueryBlock<S>& scores, Unit unit, const BlockStates& 
   for (int64_t head = 0; head < group_; ++head) run_head(scores, unit, head, states);
   for (int64_t block = 0; block < plan_.key_blocks; ++block) {
     if (states.keys[block].stored) continue;
-    pack_keys(unit, block);
+    *memory_.key_pack(block).has_sums = 0;
     store_key_block(unit, block);
   }
 }
