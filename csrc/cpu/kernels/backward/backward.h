@@ -13,8 +13,10 @@
 #include "tiles/saved_weights.h"
 #include "tiles/store.h"
 #include "tiles/tasks.h"
+#include "tiles/transposed.h"
 #include "tiles/turns.h"
 #include "tiles/visible.h"
+#include "tiles/whole_units.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 

@@ -208,6 +208,8 @@ class KeyQueryBlock {
     return residue == 0;
   }
   bool cell_is_live(int64_t cell, int64_t panel) const;
+
+  // transposed.h
   RowsAhead rows_ahead(const TensorView& view, const void* data, int64_t size, int64_t cell,
                        int64_t panel) const;
   RowsAhead mask_ahead(int64_t cell, int64_t panel) const;

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cell.h"
-#include "visible.h"
+#include "transposed.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
