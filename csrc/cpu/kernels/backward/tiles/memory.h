@@ -6,6 +6,34 @@
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
+// How far a block of a unit is that one thread works through.
+struct BlockState {
+  int64_t meetings;  // that are left, with blocks of the other side
+  int64_t place;     // of its pack and sums
+  bool packed, stored;
+};
+
+// Such blocks of queries or of keys. A place that is free again is the next to be taken: the caches have it.
+struct BlockStates {
+  BlockState* of;
+  int64_t* free_places;
+  int64_t free_count;
+
+  void reset(int64_t blocks) {
+    free_count = blocks;
+    for (int64_t i = 0; i < blocks; ++i) {
+      of[i] = {};
+      free_places[i] = blocks - 1 - i;
+    }
+  }
+  void take_place(int64_t block) { of[block].place = free_places[--free_count]; }
+  void free_place(int64_t block) { free_places[free_count++] = of[block].place; }
+};
+
+inline BlockStates take_block_states(Arena& arena, int64_t blocks) {
+  return {take<BlockState>(arena, blocks), take<int64_t>(arena, blocks), 0};
+}
+
 template <typename S>
 class UnitMemory {
  public:
@@ -29,6 +57,11 @@ class UnitMemory {
     keeps_keys_ = plan_.segments > 1 || group_size(shape_) > 1;
     take_all(arena);
   }
+  // From now on blocks lie where these say, not each in a place of its own.
+  void put_at(const BlockState* queries, const BlockState* keys) {
+    query_places_ = queries;
+    key_places_ = keys;
+  }
   // The part of `unit` in memory that all units share.
   void take_from_shared(void* shared, Unit unit) {
     heads_ = group_size(shape_);
@@ -43,7 +76,8 @@ class UnitMemory {
   // Whether keys stay packed, and their sums unstored, from one visit to the next.
   bool keeps_keys() const { return keeps_keys_; }
   QueryPack<S> query_pack(int64_t group_head, int64_t block) const {
-    Arena arena{queries_ + ((heads_ == 1 ? 0 : group_head * plan_.query_blocks) + block) * query_bytes_, 0};
+    const int64_t place = query_places_ != nullptr ? query_places_[block].place : block;
+    Arena arena{queries_ + ((heads_ == 1 ? 0 : group_head * plan_.query_blocks) + place) * query_bytes_, 0};
     QueryPack<S> pack = take_query_pack<S>(arena, shape_, plan_.block_queries);
     if (query_sums_ != nullptr) pack.grad_query = query_sums_;
     return pack;
@@ -78,7 +112,10 @@ class UnitMemory {
     unit.take_all(count);
     return count.used;
   }
-  int64_t key_index(int64_t block) const { return keeps_keys_ ? block : 0; }
+  int64_t key_index(int64_t block) const {
+    if (!keeps_keys_) return 0;
+    return key_places_ != nullptr ? key_places_[block].place : block;
+  }
   void take_all(Arena& arena) {
     const int64_t key_blocks = keeps_keys_ ? plan_.key_blocks : 1;
     queries_ = take<char>(arena, heads_ * plan_.query_blocks * query_bytes_);
@@ -91,6 +128,8 @@ class UnitMemory {
   int64_t query_bytes_, key_bytes_, key_sums_size_;
   int64_t heads_ = 1;
   bool keeps_keys_ = true;
+  const BlockState* query_places_ = nullptr;
+  const BlockState* key_places_ = nullptr;
   char* queries_ = nullptr;  // (query heads, query blocks)
   char* keys_ = nullptr;     // (key blocks), or one
   T* key_sums_ = nullptr;    // the same

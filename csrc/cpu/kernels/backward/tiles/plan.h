@@ -33,7 +33,8 @@ void Tiles<S>::plan(const BackwardParams& params, const BackwardParams& given, i
   take_key_query_scratch<S>(arena, params, tiles.block_keys, tiles.block_queries);
   if (!tiles.in_turn) memory.take_from(arena);
   if (tiles.blocks_apart) take<T>(arena, query_sums_size(shape, tiles));
-  take_block_states(arena, tiles);
+  take_block_states(arena, tiles.query_blocks);
+  take_block_states(arena, tiles.key_blocks);
   plan.thread_bytes = arena.used;
 }
 

@@ -26,19 +26,6 @@ struct BlockPlace {
   int64_t block, part;
 };
 
-// How far a block of a unit is.
-struct BlockState {
-  int64_t meetings;  // that are left, with blocks of the other side
-  bool packed, stored;
-};
-struct BlockStates {
-  BlockState *queries, *keys;  // queries: of the head that is worked on
-};
-
-inline BlockStates take_block_states(Arena& arena, const TilesPlan& plan) {
-  return {take<BlockState>(arena, plan.query_blocks), take<BlockState>(arena, plan.key_blocks)};
-}
-
 template <typename S>
 class Tiles {
  public:
@@ -175,7 +162,9 @@ class Tiles {
     const auto scratch = take_key_query_scratch<S>(arena_, params_, plan_.block_keys, plan_.block_queries);
     memory_.take_from(arena_);
     T* const sum = plan_.blocks_apart ? take<T>(arena_, query_sums_size(shape_, plan_)) : nullptr;
-    const BlockStates states = take_block_states(arena_, plan_);
+    UnitStates states{take_block_states(arena_, plan_.query_blocks),
+                      take_block_states(arena_, plan_.key_blocks)};
+    if (!plan_.blocks_apart) memory_.put_at(states.queries.of, states.keys.of);
     KeyQueryBlock<S> scores(params_, plan_, scratch);
     scores.set_mask_grad({params_.grad_mask, mask_copies_.of_chain(chains_, chain)});
     const Range members = chain_members(chains_, chain);
@@ -196,10 +185,16 @@ class Tiles {
     }
   }
   // whole_units.h
-  void run_unit(KeyQueryBlock<S>& scores, Unit unit, const BlockStates& states) const;
-  void run_head(KeyQueryBlock<S>& scores, Unit unit, int64_t group_head, const BlockStates& states) const;
+  struct UnitStates {
+    BlockStates queries, keys;  // queries: of the head that is worked on
+  };
+  void run_unit(KeyQueryBlock<S>& scores, Unit unit, UnitStates& states) const;
+  void meet_query_block(Unit unit, int64_t group_head, int64_t block, UnitStates& states) const;
+  void meet_key_block(Unit unit, int64_t block, UnitStates& states) const;
+  void leave_query_block(Unit unit, int64_t group_head, int64_t block, UnitStates& states) const;
+  void run_head(KeyQueryBlock<S>& scores, Unit unit, int64_t group_head, UnitStates& states) const;
   void visit_key_block(KeyQueryBlock<S>& scores, Unit unit, int64_t group_head, int64_t block,
-                       Range query_blocks, const BlockStates& states) const;
+                       Range query_blocks, UnitStates& states) const;
   void finish_key_block(KeyQueryBlock<S>& scores, Unit unit, int64_t group_head, int64_t block,
                         int64_t query_block) const;
   void make_rows(KeyQueryBlock<S>& scores, Unit unit, int64_t group_head, Range query_blocks) const;

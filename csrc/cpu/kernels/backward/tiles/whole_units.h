@@ -7,37 +7,34 @@ namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
 // Each block is packed when it is first met, and stored after its last meeting, while the caches have it.
 template <typename S>
-void Tiles<S>::run_unit(KeyQueryBlock<S>& scores, Unit unit, const BlockStates& states) const {
+void Tiles<S>::run_unit(KeyQueryBlock<S>& scores, Unit unit, UnitStates& states) const {
+  states.keys.reset(plan_.key_blocks);
   for (int64_t block = 0; block < plan_.key_blocks; ++block) {
     const Range queries = seen_blocks(key_rows(block), {0, plan_.query_blocks});
-    states.keys[block] = {group_ * (queries.end - queries.begin), false, false};
+    states.keys.of[block].meetings = group_ * (queries.end - queries.begin);
   }
   for (int64_t head = 0; head < group_; ++head) run_head(scores, unit, head, states);
   for (int64_t block = 0; block < plan_.key_blocks; ++block) {
-    if (states.keys[block].stored) continue;
-    *memory_.key_pack(block).has_sums = 0;
+    if (states.keys.of[block].stored) continue;
+    meet_key_block(unit, block, states);
     store_key_block(unit, block);
+    states.keys.free_place(block);
   }
 }
 
 template <typename S>
-void Tiles<S>::run_head(KeyQueryBlock<S>& scores, Unit unit, int64_t group_head,
-                        const BlockStates& states) const {
+void Tiles<S>::run_head(KeyQueryBlock<S>& scores, Unit unit, int64_t group_head, UnitStates& states) const {
   const int64_t segments = plan_.segments, query_blocks = plan_.query_blocks;
   const T* lse = lse_rows<S>(params_, unit.batch, head_of(unit, group_head));
-  const bool rows_first = exact_delta_ || any_far(lse, shape_.query_len);
-  for (int64_t i = 0; i < query_blocks; ++i) {
-    states.queries[i] = {0, rows_first, false};
-    if (rows_first) pack_queries(unit, group_head, i);
+  states.queries.reset(query_blocks);
+  if (exact_delta_ || any_far(lse, shape_.query_len)) {
+    for (int64_t i = 0; i < query_blocks; ++i) meet_query_block(unit, group_head, i, states);
+    for (int64_t i = 0; memory_.keeps_keys() && i < plan_.key_blocks; ++i) meet_key_block(unit, i, states);
+    make_rows(scores, unit, group_head, {0, query_blocks});
   }
-  for (int64_t block = 0; rows_first && memory_.keeps_keys() && block < plan_.key_blocks; ++block) {
-    if (!states.keys[block].packed) pack_keys(unit, block);
-    states.keys[block].packed = true;
-  }
-  if (rows_first) make_rows(scores, unit, group_head, {0, query_blocks});
   for (int64_t block = 0; block < plan_.key_blocks; ++block) {
     const Range queries = seen_blocks(key_rows(block), {0, query_blocks});
-    for (int64_t i = queries.begin; i < queries.end; ++i) ++states.queries[i].meetings;
+    for (int64_t i = queries.begin; i < queries.end; ++i) ++states.queries.of[i].meetings;
   }
   // A query segment meets those of the keys from its own backwards, around the end.
   for (int64_t last = 0; last < 2 * segments - 1; ++last) {
@@ -50,35 +47,56 @@ void Tiles<S>::run_head(KeyQueryBlock<S>& scores, Unit unit, int64_t group_head,
     }
   }
   for (int64_t i = 0; i < query_blocks; ++i) {
-    if (states.queries[i].stored) continue;
-    if (!states.queries[i].packed) pack_queries(unit, group_head, i);
-    store_query_block(unit, group_head, i);
+    if (states.queries.of[i].stored) continue;
+    meet_query_block(unit, group_head, i, states);
+    leave_query_block(unit, group_head, i, states);
   }
   store_sink_of(unit, group_head);
+}
+
+template <typename S>
+void Tiles<S>::meet_query_block(Unit unit, int64_t group_head, int64_t block, UnitStates& states) const {
+  if (states.queries.of[block].packed) return;
+  states.queries.of[block].packed = true;
+  states.queries.take_place(block);
+  pack_queries(unit, group_head, block);
+}
+
+template <typename S>
+void Tiles<S>::meet_key_block(Unit unit, int64_t block, UnitStates& states) const {
+  if (states.keys.of[block].packed) return;
+  states.keys.of[block].packed = true;
+  states.keys.take_place(block);
+  pack_keys(unit, block);
+}
+
+// A sink's gradient asks for the delta of all rows at the end.
+template <typename S>
+void Tiles<S>::leave_query_block(Unit unit, int64_t group_head, int64_t block, UnitStates& states) const {
+  store_query_block(unit, group_head, block);
+  states.queries.of[block].stored = true;
+  if (params_.grad_sinks == nullptr) states.queries.free_place(block);
 }
 
 // A key block against those of some query blocks of a head that see it.
 template <typename S>
 void Tiles<S>::visit_key_block(KeyQueryBlock<S>& scores, Unit unit, int64_t group_head, int64_t block,
-                               Range query_blocks, const BlockStates& states) const {
+                               Range query_blocks, UnitStates& states) const {
   const Range queries = seen_blocks(key_rows(block), query_blocks);
   if (is_empty(queries)) return;
-  for (int64_t i = queries.begin; i < queries.end; ++i) {
-    if (!states.queries[i].packed) pack_queries(unit, group_head, i);
-    states.queries[i].packed = true;
-  }
-  BlockState& key = states.keys[block];
-  if (!key.packed) pack_keys(unit, block);
-  key.packed = true;
+  for (int64_t i = queries.begin; i < queries.end; ++i) meet_query_block(unit, group_head, i, states);
+  meet_key_block(unit, block, states);
   set_keys(scores, unit, block);
+  BlockState& key = states.keys.of[block];
   key.meetings -= queries.end - queries.begin;
   key.stored = key.meetings == 0;
   run_key_block(scores, unit, group_head, {queries.begin, queries.end - (key.stored ? 1 : 0)});
-  if (key.stored) finish_key_block(scores, unit, group_head, block, queries.end - 1);
+  if (key.stored) {
+    finish_key_block(scores, unit, group_head, block, queries.end - 1);
+    states.keys.free_place(block);
+  }
   for (int64_t i = queries.begin; i < queries.end; ++i) {
-    if (--states.queries[i].meetings > 0) continue;
-    store_query_block(unit, group_head, i);
-    states.queries[i].stored = true;
+    if (--states.queries.of[i].meetings == 0) leave_query_block(unit, group_head, i, states);
   }
 }
 
