@@ -596,6 +596,16 @@ void add_rules(const Add& add) {
       });
     }
   }
+  for (const int64_t heads : {2, 4}) {
+    add("window that leaves blocks of keys unseen", [=](Case& c) {
+      sized(c, 200, 900, 8, 8);
+      c.query_heads = heads, c.key_heads = 2;
+      c.rule.window_left = 20;
+      c.rule.window_right = 3;
+      c.rule.query_offset = 300;
+      c.sinks = true;
+    });
+  }
   add("far offset", [](Case& c) {
     sized(c, 9, 40, 8, 8);
     c.rule.window_left = 3;

@@ -15,8 +15,10 @@ void Tiles<S>::run_unit(KeyQueryBlock<S>& scores, Unit unit, UnitStates& states)
   }
   for (int64_t head = 0; head < group_; ++head) run_head(scores, unit, head, states);
   for (int64_t block = 0; block < plan_.key_blocks; ++block) {
-    if (states.keys.of[block].stored) continue;
-    meet_key_block(unit, block, states);
+    const BlockState& key = states.keys.of[block];
+    if (key.stored) continue;
+    if (!key.packed) states.keys.take_place(block);
+    *memory_.key_pack(block).has_sums = 0;  // nobody sees it
     store_key_block(unit, block);
     states.keys.free_place(block);
   }
