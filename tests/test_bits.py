@@ -183,11 +183,6 @@ def test_a_few_rows_have_the_same_bits_in_a_large_group_over_pages(cache_dtype, 
         assert torch.equal(cache.attend(query[:, heads], enable_gqa=True), whole[:, heads])
 
 
-# (Hq, Hkv, Lq): heads of a group whose rows the backward pass takes side by side
-JOINED_HEADS = [(8, 1, 5), (6, 2, 40), (32, 2, 1), (4, 2, 200)]
-by_joined_heads = pytest.mark.parametrize(("heads", "key_heads", "query_len"), JOINED_HEADS)
-
-
 @pytest.mark.parametrize("threads", [1, 2, 8])
 @pytest.mark.parametrize("key_len", [1024, 1030, 1056])
 def test_a_large_gradient_of_a_mask_has_the_bits_of_small_ones(key_len, threads):
@@ -207,6 +202,11 @@ def test_a_large_gradient_of_a_mask_has_the_bits_of_small_ones(key_len, threads)
     alone = [gradient(slice(head, head + 1)) for head in range(4)]
     assert torch.equal(together, torch.cat(alone, 1))
     assert together[..., 200:270, 100:700].eq(0).all()
+
+
+# (Hq, Hkv, Lq): heads of a group whose rows the backward pass takes side by side
+JOINED_HEADS = [(8, 1, 5), (6, 2, 40), (32, 2, 1), (4, 2, 200)]
+by_joined_heads = pytest.mark.parametrize(("heads", "key_heads", "query_len"), JOINED_HEADS)
 
 
 def gradients_of_joined_heads(query, key, value, grad, mask=None):

@@ -197,7 +197,7 @@ class KeyQueryBlock {
   // Queries, from the block's first on, that see a key, as far as windows go, in the block or out of it; and
   // those in it, as far as windows and a mask of keys go.
   Range window_of_key(int64_t r) const;
-  Range row_span(int64_t r) const;
+  Range queries_of_key(int64_t r) const;
   void see_tile(int64_t tile, Range& common, Range& hull) const;
   // Of all rows: NaN and Inf of other keys' values, or of the gradient of lse, show there.
   bool has_finite_delta() const {
@@ -232,10 +232,10 @@ class KeyQueryBlock {
   void keep_seen_of_cell(int64_t cell, int64_t panel) const;
   void finish_cell_scores(int64_t cell, int64_t panel);
   void finish_weights(int64_t cell, int64_t panel);
-  struct RowSpans {
+  struct KeySpans {
     Range computed, seen;  // queries, from the panel's first on
   };
-  RowSpans spans_of_row(int64_t r, int64_t panel) const;
+  KeySpans spans_of_key(int64_t r, int64_t panel) const;
   void make_seen_weights(Range seen, const T* scores, int64_t panel, int64_t i, Vec<T>& weight,
                          Vec<T>& grad) const;
   void partial_row(int64_t cell, int64_t panel, int64_t r) const;
@@ -250,7 +250,8 @@ class KeyQueryBlock {
   template <bool Masked, bool Select>
   void plain_paired_cell(int64_t cell, int64_t panel);
   Operand* grads_right_at(int64_t panel, int64_t r, int64_t i) const {
-    return s_.grads_right + (panel / S::kPanel * depth_of<Product>(plan_.block_keys) + r / 2) * S::kPanel + i;
+    const int64_t depth = depth_of<Product>(plan_.block_keys);
+    return s_.grads_right + (panel / S::kPanel * depth + r / S::kDepth) * S::kPanel + i;
   }
   void store_pairs(int64_t panel, int64_t r, int64_t i, const Vec<T> (&weights)[2][2],
                    const Vec<T> (&grads)[2][2]);
@@ -318,7 +319,7 @@ class KeyQueryBlock {
   Pass pass_ = Pass::kGradients;
   bool special_ = false;                                  // full_, or rows that are far
   int64_t keep_first_ = 0;                                // key of the first row of `keep`
-  Range tile_span_[kMaxBackwardKeys / S::kTileRows + 1];  // hull of row_span(), in whole steps
+  Range tile_span_[kMaxBackwardKeys / S::kTileRows + 1];  // hull of queries_of_key(), in whole steps
   Range cell_common_[kMaxCells];                          // queries that see every key of the cell
   uint8_t live_[kMaxCells][kMaxPanels];
 };

@@ -17,10 +17,13 @@ template <typename S>
 void Tiles<S>::visit_apart(KeyQueryBlock<S>& scores, Unit unit, int64_t block) const {
   const QueryPack<S> pack = memory_.query_pack(0, 0);
   *pack.has_sums = 0;
-  pack_keys(unit, block);
-  set_keys(scores, unit, block);
-  is_empty(seen_blocks(key_rows(block), {0, 1})) ? store_key_block(unit, block)
-                                                 : finish_key_block(scores, unit, 0, block, 0);
+  if (is_empty(seen_blocks(key_rows(block), {0, 1}))) {
+    store_unseen_keys(unit, block);
+  } else {
+    pack_keys(unit, block);
+    set_keys(scores, unit, block);
+    finish_key_block(scores, unit, 0, block, 0);
+  }
   if (*pack.has_sums == 0) memory_.clear_query_sums(0, 0);
 }
 

@@ -83,7 +83,7 @@ void KeyQueryBlock<S>::finish_cell_scores(int64_t cell, int64_t panel) {
     if (is_empty(computed)) continue;
     T* row = score_row(cell, panel, r);
     T* slope = units_.capped ? s_.cap_slope + (r - cell) * S::kPanel : nullptr;
-    Range seen = intersect(spans_of_row(r, panel).seen, computed);
+    Range seen = intersect(spans_of_key(r, panel).seen, computed);
     // What fills up the last vector is dead anyway.
     if (seen.end >= smaller(computed.end, query_count_ - panel)) seen.end = computed.end;
     finish_scores(row, slope, computed, seen, units_, mask_by_key_, [&](T scale) {
@@ -116,8 +116,8 @@ ATTN_EXT_INLINE void make_weights(Vec<T> score, Vec<T> scale, Vec<T> lse, Vec<T>
 
 // What a tile has computed of a key's row in a panel, and what of that is seen, the mask apart.
 template <typename S>
-typename KeyQueryBlock<S>::RowSpans KeyQueryBlock<S>::spans_of_row(int64_t r, int64_t panel) const {
-  const Range seen = row_span(r);
+typename KeyQueryBlock<S>::KeySpans KeyQueryBlock<S>::spans_of_key(int64_t r, int64_t panel) const {
+  const Range seen = queries_of_key(r);
   return {panel_span(round_down(r, S::kTileRows), panel), {seen.begin - panel, seen.end - panel}};
 }
 
@@ -132,7 +132,7 @@ ATTN_EXT_INLINE void KeyQueryBlock<S>::make_seen_weights(Range seen, const T* sc
 
 template <typename S>
 void KeyQueryBlock<S>::partial_row(int64_t cell, int64_t panel, int64_t r) const {
-  const RowSpans spans = spans_of_row(r, panel);
+  const KeySpans spans = spans_of_key(r, panel);
   T* scores = score_row(cell, panel, r);
   T* grads = grad_row(cell, panel, r);
   for (int64_t i = spans.computed.begin; i < spans.computed.end; i += S::kLane) {
@@ -341,7 +341,7 @@ void KeyQueryBlock<S>::partial_paired_cell(int64_t cell, int64_t panel) {
   const int64_t end = cell + cell_rows(cell), width = panel_width(panel);
   for (int64_t r = cell; r < end; r += 2) {
     const int keys = static_cast<int>(smaller(2, end - r));
-    const RowSpans first = spans_of_row(r, panel), second = spans_of_row(smaller(r + 1, end - 1), panel);
+    const KeySpans first = spans_of_key(r, panel), second = spans_of_key(smaller(r + 1, end - 1), panel);
     const Range computed = first.computed, seen[2] = {first.seen, second.seen};
     const auto make = [&](int64_t, int k, int64_t i, Vec<T>& weight, Vec<T>& grad)
         __attribute__((always_inline)) {
@@ -362,8 +362,7 @@ void KeyQueryBlock<S>::partial_paired_cell(int64_t cell, int64_t panel) {
 // dS of the keys past the block's last one, up to a whole step along the depth of dQ.
 template <typename S>
 void KeyQueryBlock<S>::clear_last_pairs(int64_t panel) const {
-  const int64_t depth = depth_of<Product>(plan_.block_keys);
-  Operand* right = s_.grads_right + panel / S::kPanel * depth * S::kPanel;
+  Operand* right = grads_right_at(panel, 0, 0);
   for (int64_t k = ceil_div(key_count_, S::kDepth); k < depth_of<Product>(key_count_); ++k) {
     memset(right + k * S::kPanel, 0, S::kPanel * sizeof(Operand));
   }

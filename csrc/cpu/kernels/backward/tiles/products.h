@@ -110,16 +110,15 @@ void KeyQueryBlock<S>::add_grad_query() {
 template <typename S>
 void KeyQueryBlock<S>::add_grad_query(int64_t panel, Range columns, Range keys, bool fresh) {
   const Operands<Operand>& left = *keys_.key_depth;
-  const int64_t dim = params_.shape.head_dim, block_depth = depth_of<Product>(plan_.block_keys);
+  const int64_t dim = params_.shape.head_dim;
   const int64_t first = keys.begin / S::kDepth, width = columns.end - columns.begin;
   TileArgs<Product> args{};
   args.depth = depth_of<Product>(keys.end) - first;
   args.left_stride = Product::kInRegisters ? 1 : left.row_stride;
   args.left_step = Product::kInRegisters ? left.row_stride : 1;
   args.right_stride = S::kPaired ? S::kPanel : s_.operand_stride;
-  args.right = S::kPaired ? s_.grads_right + (panel / S::kPanel * block_depth + first) * S::kPanel
-                          : s_.grads_left + first * s_.operand_stride + panel;
-  args.right += columns.begin;
+  args.right = S::kPaired ? grads_right_at(panel, keys.begin, columns.begin)
+                          : s_.grads_left + first * s_.operand_stride + panel + columns.begin;
   args.out_stride = panel_width(panel);
   const int64_t height = tile_height<Product>(width);
   for (int64_t d = 0, rows = 0; d < dim; d += rows) {

@@ -62,7 +62,7 @@ class Tiles {
         chains_(plan.chains),
         exact_delta_(plan.exact_delta),
         streamed_(plan.streamed),
-        mask_streamed_(streams_mask_grad<S>(params)),
+        streams_mask_(streams_mask_grad<S>(params)),
         shape_(params.shape),
         group_(group_size(params.shape)),
         memory_(params.shape, plan.tiles),
@@ -172,7 +172,7 @@ class Tiles {
       const Unit unit = chain_unit(shape_, chains_, chain, i);
       plan_.blocks_apart ? run_blocks_apart(scores, unit, sum) : run_unit(scores, unit, states);
     }
-    if (streamed_ || mask_streamed_) finish_streams();
+    if (streamed_ || streams_mask_) finish_streams();
   }
   void set_keys(KeyQueryBlock<S>& scores, Unit unit, int64_t block) const {
     scores.set_keys(unit.batch, unit.key_head, key_rows(block), memory_.key_pack(block),
@@ -236,6 +236,11 @@ class Tiles {
   void store_keys_in_turn(Unit unit, int64_t block, const Turns& turns);
   // store.h
   void store_key_block(Unit unit, int64_t block) const;
+  // Zeros, for keys that need not be packed for that.
+  void store_unseen_keys(Unit unit, int64_t block) const {
+    *memory_.key_pack(block).has_sums = 0;
+    store_key_block(unit, block);
+  }
   void store_query_block(Unit unit, int64_t group_head, int64_t block) const;
   template <typename Out>
   void store_query_block_as(Unit unit, int64_t group_head, int64_t block) const;
@@ -247,7 +252,7 @@ class Tiles {
   const BackwardParams& params_;
   const TilesPlan& plan_;
   const ChainsPlan& chains_;
-  const bool exact_delta_, streamed_, mask_streamed_;
+  const bool exact_delta_, streamed_, streams_mask_;
   const AttentionShape& shape_;
   const int64_t group_;
   UnitMemory<S> memory_;  // of the unit that is worked on

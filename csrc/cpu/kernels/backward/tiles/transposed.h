@@ -178,9 +178,9 @@ void KeyQueryBlock<S>::put_mask_square(const T* grads, int64_t keys, int64_t pla
 template <typename S>
 void KeyQueryBlock<S>::put_mask_pairs() {
   constexpr int64_t kKeys = S::kLane * S::kDepth;
-  const int64_t row_stride = mask_grad_.view().row_stride, depth = depth_of<Product>(plan_.block_keys);
+  const int64_t row_stride = mask_grad_.view().row_stride;
   for (int64_t panel = part_.queries.begin; panel < part_.queries.end; panel += S::kPanel) {
-    const Operand* pairs = s_.grads_right + panel / S::kPanel * depth * S::kPanel;
+    const Operand* pairs = grads_right_at(panel, 0, 0);
     const int64_t queries = smaller(S::kPanel, query_count_ - panel);
     auto* rows = static_cast<Element*>(mask_grad_.data()) +
                  mask_grad_.place(batch_, head_, query_first_ + panel, key_first_);

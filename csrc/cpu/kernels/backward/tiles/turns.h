@@ -224,7 +224,7 @@ void Tiles<S>::meet_in_turn(const Meeting& at, const Turns& turns) {
     if (any) scores.add_to_queries();
     turns.set(queries_at, kReady + 1 + query_turn);
   }
-  if (mask_streamed_) finish_streams();
+  if (streams_mask_) finish_streams();
 }
 
 template <typename S>

@@ -12,7 +12,7 @@ Range KeyQueryBlock<S>::window_of_key(int64_t r) const {
 }
 
 template <typename S>
-Range KeyQueryBlock<S>::row_span(int64_t r) const {
+Range KeyQueryBlock<S>::queries_of_key(int64_t r) const {
   const TensorView& mask = params_.rule.mask;
   if (mask_hides_keys_ &&
       row_pointer<const uint8_t>(mask, batch_, head_, 0)[(key_first_ + r) * mask.column_stride] == 0) {
@@ -33,7 +33,7 @@ void KeyQueryBlock<S>::see_tile(int64_t tile, Range& common, Range& hull) const 
   }
   hull = {query_count_, 0};
   for (int64_t r = tile; r <= last; ++r) {
-    const Range span = row_span(r);
+    const Range span = queries_of_key(r);
     common = intersect(common, span);
     if (!is_empty(span)) hull = {smaller(hull.begin, span.begin), larger(hull.end, span.end)};
   }

@@ -18,8 +18,7 @@ void Tiles<S>::run_unit(KeyQueryBlock<S>& scores, Unit unit, UnitStates& states)
     const BlockState& key = states.keys.of[block];
     if (key.stored) continue;
     if (!key.packed) states.keys.take_place(block);
-    *memory_.key_pack(block).has_sums = 0;  // nobody sees it
-    store_key_block(unit, block);
+    store_unseen_keys(unit, block);
     states.keys.free_place(block);
   }
 }
