@@ -38,9 +38,10 @@ struct TilesPlan {
   int64_t sum_tasks;                  // of all chains, that add up their dQ after that
   bool in_turn;                       // parts of blocks are tasks of their own; packs are shared
   int64_t key_parts, query_parts;     // of a block, a task each
-  int64_t pack_tasks, row_tasks, part_tasks, store_tasks;  // of a chain, in this order
+  int64_t order_tasks, pack_tasks, row_tasks, meeting_tasks, store_tasks;  // of a chain, in this order
   int64_t lanes;
   int64_t chain_threads;  // as many at a time as work at a chain without much waiting
+  int64_t order_threads;  // that its parts are put in order for
 };
 
 // A task takes several short chains, whole; or, where the chains would leave threads idle, a block of rows of

@@ -124,18 +124,18 @@ class KeyQueryBlock {
   // Adds to the gradients what some query rows of a head give.
   void add_queries(int64_t head, Range rows, const QueryPack<S>& pack) {
     if (!make_grads(head, rows, pack, {{0, key_count_}, {0, rows.end - rows.begin}})) return;
-    add_to_block_keys();
-    add_to_queries();
+    add_to_block_keys(begins_sums(keys_.has_sums));
+    add_to_queries(begins_sums(queries_.has_sums));
   }
   // The same in steps, of a part of the block: P and dS, and with them the mask's gradient (false: no query
   // of it sees any key); then the gradients of value and key, where set_keys() has them or, of some cells of
   // keys, `to`, which is that of the first of them; then that of the query. fresh: nothing was added yet, and
   // what lies there means nothing.
   bool make_grads(int64_t head, Range rows, const QueryPack<S>& pack, const BlockPart& part);
-  void add_to_block_keys();
+  void add_to_block_keys(bool fresh);
   void add_to_values(Range keys, T* to, bool fresh);
   void add_to_keys(Range keys, T* to, bool fresh);
-  void add_to_queries();
+  void add_to_queries(bool fresh);
 
   // Takes these keys into the rows' maxima or sums, or adds to delta what they give of rowsum(P dP).
   void add_to_rows(Pass pass, int64_t head, Range rows, const QueryPack<S>& pack);
@@ -280,7 +280,7 @@ class KeyQueryBlock {
     int64_t dim;
   };
   void add_key_side(const KeySide& side, Range keys, T* to, bool fresh);
-  void add_grad_query();
+  void add_grad_query(bool fresh);
   void add_grad_query(int64_t panel, Range columns, Range keys, bool fresh);
   Range seen_keys(Range keys, Range queries) const;
   int64_t even_columns(int64_t panel);
@@ -358,9 +358,7 @@ bool KeyQueryBlock<S>::make_grads(int64_t head, Range rows, const QueryPack<S>& 
 }
 
 template <typename S>
-void KeyQueryBlock<S>::add_to_block_keys() {
-  const bool fresh = *keys_.has_sums == 0;
-  if (fresh) *keys_.has_sums = 1;
+void KeyQueryBlock<S>::add_to_block_keys(bool fresh) {
   const int64_t first = part_.keys.begin;
   add_to_values(part_.keys, grad_value_ + first * padded_dim<S>(params_.shape.value_dim), fresh);
   add_to_keys(part_.keys, grad_key_ + first * padded_dim<S>(params_.shape.head_dim), fresh);
@@ -387,9 +385,9 @@ void KeyQueryBlock<S>::add_to_keys(Range keys, T* to, bool fresh) {
 }
 
 template <typename S>
-void KeyQueryBlock<S>::add_to_queries() {
+void KeyQueryBlock<S>::add_to_queries(bool fresh) {
   if (params_.grad_query.data == nullptr) return;
-  add_grad_query();
+  add_grad_query(fresh);
   if (*keys_.has_bad_keys != 0) add_bad_keys();
 }
 

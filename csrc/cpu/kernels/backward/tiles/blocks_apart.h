@@ -17,14 +17,14 @@ template <typename S>
 void Tiles<S>::visit_apart(KeyQueryBlock<S>& scores, Unit unit, int64_t block) const {
   const QueryPack<S> pack = memory_.query_pack(0, 0);
   *pack.has_sums = 0;
-  if (is_empty(seen_blocks(key_rows(block), {0, 1}))) {
+  if (is_empty(grid_.seen_blocks(grid_.key_rows(block), {0, 1}))) {
     store_unseen_keys(unit, block);
   } else {
     pack_keys(unit, block);
     set_keys(scores, unit, block);
     finish_key_block(scores, unit, 0, block, 0);
   }
-  if (*pack.has_sums == 0) memory_.clear_query_sums(0, 0);
+  if (begins_sums(pack.has_sums)) memory_.clear_query_sums(0, 0, {0, shape_.query_len});
 }
 
 template <typename S>
@@ -86,7 +86,7 @@ void Tiles<S>::sum_blocks_as(int64_t task) const {
   const int64_t step = query_sums_size(shape_, plan_), blocks = plan_.key_blocks;
   const int64_t second_part = first_block_of_part(1);
   store_query_sums<Out>(
-      chain_unit(shape_, chains_, chain, 0), 0, query_rows(0),
+      chain_unit(shape_, chains_, chain, 0), 0, grid_.query_rows(0),
       {query, smaller(query + S::kLane, shape_.query_len)},
       {dim, smaller(dim + kSummedDims, shape_.head_dim)}, [&](int64_t at) __attribute__((always_inline)) {
         Vec<T> sum = load(first + at);

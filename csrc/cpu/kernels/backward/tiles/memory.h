@@ -93,14 +93,17 @@ class UnitMemory {
   T* grad_value(int64_t block) const {
     return grad_key(block) + plan_.block_keys * padded_dim<S>(shape_.head_dim);
   }
-  void clear_key_sums(int64_t block) const {
-    memset(grad_key(block), 0, static_cast<size_t>(key_sums_size_) * sizeof(T));
-    *key_pack(block).has_sums = 1;
+  // keys, queries: of the block.
+  void clear_key_sums(int64_t block, Range keys) const {
+    const auto clear = [&](T* sums, int64_t stride) {
+      fill_span(sums, keys.begin * stride, keys.end * stride, static_cast<T>(0));
+    };
+    clear(grad_key(block), padded_dim<S>(shape_.head_dim));
+    clear(grad_value(block), padded_dim<S>(shape_.value_dim));
   }
-  void clear_query_sums(int64_t group_head, int64_t block) const {
-    const QueryPack<S> pack = query_pack(group_head, block);
-    memset(pack.grad_query, 0, static_cast<size_t>(plan_.block_queries * shape_.head_dim) * sizeof(T));
-    *pack.has_sums = 1;
+  void clear_query_sums(int64_t group_head, int64_t block, Range queries) const {
+    fill_span(query_pack(group_head, block).grad_query, queries.begin * shape_.head_dim,
+              round_up(queries.end, S::kSpan) * shape_.head_dim, static_cast<T>(0));
   }
 
  private:

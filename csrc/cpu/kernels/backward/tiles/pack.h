@@ -47,6 +47,13 @@ struct KeyPack {
   Operand *key_row_buffer, *value_row_buffer, *key_depth_buffer;
 };
 
+// Whether nothing was added to some sums yet; from now on something is.
+inline bool begins_sums(int64_t* has_sums) {
+  const bool first = *has_sums == 0;
+  *has_sums = 1;
+  return first;
+}
+
 // queries: of a block, in whole steps.
 template <typename S>
 QueryPack<S> take_query_pack(Arena& arena, const AttentionShape& shape, int64_t queries) {

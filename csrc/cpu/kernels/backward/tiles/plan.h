@@ -25,8 +25,11 @@ void Tiles<S>::plan(const BackwardParams& params, const BackwardParams& given, i
   if (tiles.in_turn) plan_turns(params, given, plan);
 
   UnitMemory<S> memory(shape, tiles);
-  if (tiles.in_turn) plan_chain_threads(memory.head_bytes(), plan);
-  plan.shared_bytes = packed_bytes(shape, tiles, memory) + partial_bytes(shape, plan) +
+  if (tiles.in_turn) {
+    plan_chain_threads(memory.head_bytes(), plan);
+    plan_order(params, threads, plan);
+  }
+  plan.shared_bytes = mask_copies_offset(shape, plan, memory) + partial_bytes(shape, plan) +
                       MaskCopies<T>::bytes(plan.chains, params.grad_mask_size);
   Arena arena{nullptr, 0};
   take<Element>(arena, cleaned_size<S>(shape, tiles));
@@ -35,7 +38,10 @@ void Tiles<S>::plan(const BackwardParams& params, const BackwardParams& given, i
   if (tiles.blocks_apart) take<T>(arena, query_sums_size(shape, tiles));
   take_block_states(arena, tiles.query_blocks);
   take_block_states(arena, tiles.key_blocks);
-  plan.thread_bytes = arena.used;
+  Arena order{nullptr, 0};
+  const BlockGrid<S> grid(params, tiles);
+  if (tiles.order_tasks > 0) take_order_scratch(order, tiles, grid, {shape, tiles, grid});
+  plan.thread_bytes = larger(arena.used, order.used);
 }
 
 template <typename S>
@@ -118,7 +124,8 @@ bool Tiles<S>::takes_turns(const BackwardParams& params, int threads, const Back
     return tiles.segments > 1;
   }
   if (shares_one_number(params)) return false;
-  return turns_save_time(chains, meetings_of_chain(params.shape, tiles), threads);
+  const BlockGrid<S> grid(params, tiles);
+  return turns_save_time(chains, Meetings<S>(params.shape, tiles, grid).places(), threads);
 }
 
 // More parts let more threads add at a time, but a product of fewer rows takes longer for each, above all in
@@ -131,9 +138,16 @@ void Tiles<S>::plan_parts(const BackwardParams& params, int threads, BackwardPla
   tiles.key_parts = tiles.query_parts = 1;
   if (shares_mask(params) && plan.chains.family_units > plan.chains.mask_copies) return;
   if constexpr (S::Product::kInRegisters) {
-    if (threads <= lanes) return;
-    tiles.key_parts = threads > 2 ? 3 : 2;  // a full block has nine cells, or six
-    tiles.query_parts = threads > 2 * lanes ? 4 : 2;
+    const BlockGrid<S> grid(params, tiles);
+    const int64_t meetings = unit_count(params.shape) * Meetings<S>(params.shape, tiles, grid).count();
+    const auto fewer_than = [&](int64_t of_a_thread) { return meetings < of_a_thread * threads; };
+    const bool few_lanes = threads > 2 * lanes;
+    if (threads > 2 && (few_lanes || fewer_than(6))) {
+      tiles.key_parts = 3;  // a full block has nine cells, or six
+    } else if (fewer_than(8) || (threads > 2 && 2 * threads > lanes)) {
+      tiles.key_parts = 2;
+    }
+    tiles.query_parts = fewer_than(1) ? 4 : few_lanes || fewer_than(3) ? 2 : 1;
   } else {
     if (threads > 2 * lanes) tiles.key_parts = 2;
   }
@@ -155,14 +169,29 @@ template <typename S>
 void Tiles<S>::plan_turns(const BackwardParams& params, const BackwardParams& given, BackwardPlan& plan) {
   const AttentionShape& shape = params.shape;
   TilesPlan& tiles = plan.tiles;
+  const BlockGrid<S> grid(params, tiles);
+  const Meetings<S> meetings(shape, tiles, grid);
   const int64_t units = units_of_chain(plan.chains);
   const int64_t query_blocks = units * group_size(shape) * tiles.query_blocks;
   const int64_t key_blocks = units * tiles.key_blocks;
   tiles.pack_tasks = query_blocks + key_blocks;
   tiles.row_tasks = plan.exact_delta || any_far<T>(given) ? query_blocks : 0;
-  tiles.part_tasks = meetings_of_chain(shape, tiles);
+  tiles.meeting_tasks = meetings.places();
   tiles.store_tasks = query_blocks + key_blocks;
-  tiles.lanes = unit_count(shape) * unit_lanes(shape, tiles);
+  tiles.lanes = unit_count(shape) * meetings.lanes();
+}
+
+// For as many threads as there will be at a chain. One has to wait for nobody.
+template <typename S>
+void Tiles<S>::plan_order(const BackwardParams& params, int threads, BackwardPlan& plan) {
+  TilesPlan& tiles = plan.tiles;
+  const int64_t at_chain = larger(tiles.chain_threads, ceil_div(threads, plan.chains.count));
+  tiles.order_threads = smaller(at_chain, smaller(threads, kMostOrderThreads));
+  tiles.order_tasks = tiles.order_threads > 1 && tiles.meeting_tasks <= kMostOrdered ? 1 : 0;
+  if (tiles.order_tasks == 0) return;
+  const BlockGrid<S> grid(params, tiles);
+  tiles.meeting_tasks = Meetings<S>(params.shape, tiles, grid).count();
+  tiles.lanes += plan.chains.count;
 }
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

@@ -83,10 +83,8 @@ int64_t KeyQueryBlock<S>::even_columns(int64_t panel) {
 
 // dQ^T (D, queries) += K^T (D, keys) . dS^T (keys, queries), over the runs of live cells of every panel.
 template <typename S>
-void KeyQueryBlock<S>::add_grad_query() {
+void KeyQueryBlock<S>::add_grad_query(bool fresh) {
   const int64_t dim = params_.shape.head_dim;
-  const bool fresh = *queries_.has_sums == 0;
-  if (fresh) *queries_.has_sums = 1;
   for (int64_t panel = part_.queries.begin; panel < part_.queries.end; panel += S::kPanel) {
     const int64_t width = panel_width(panel), step = even_columns(panel);
     for (int64_t column = 0; column < width; column += step) {

@@ -9,11 +9,13 @@ namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
 template <typename S>
 void Tiles<S>::store_key_block(Unit unit, int64_t block) const {
-  if (*memory_.key_pack(block).has_sums == 0) memory_.clear_key_sums(block);
+  const Range keys = grid_.key_rows(block);
+  if (begins_sums(memory_.key_pack(block).has_sums))
+    memory_.clear_key_sums(block, {0, keys.end - keys.begin});
   const auto store_side = [&](const ResultView& grad, const T* sums, int64_t dim, double scale) {
     if (grad.data == nullptr) return;
     const HeadGradient<S> to{grad, unit.batch, unit.key_head, dim, scale, streamed_};
-    to.write(sums, padded_dim<S>(dim), key_rows(block));
+    to.write(sums, padded_dim<S>(dim), keys);
   };
   store_side(params_.grad_key, memory_.grad_key(block), shape_.head_dim, params_.rule.scale);
   store_side(params_.grad_value, memory_.grad_value(block), shape_.value_dim, 1);
@@ -22,7 +24,10 @@ void Tiles<S>::store_key_block(Unit unit, int64_t block) const {
 template <typename S>
 void Tiles<S>::store_query_block(Unit unit, int64_t group_head, int64_t block) const {
   if (params_.grad_query.data == nullptr) return;
-  if (*memory_.query_pack(group_head, block).has_sums == 0) memory_.clear_query_sums(group_head, block);
+  if (begins_sums(memory_.query_pack(group_head, block).has_sums)) {
+    const Range rows = grid_.query_rows(block);
+    memory_.clear_query_sums(group_head, block, {0, rows.end - rows.begin});
+  }
   params_.grad_query.wide ? store_query_block_as<T>(unit, group_head, block)
                           : store_query_block_as<Element>(unit, group_head, block);
 }
@@ -30,7 +35,7 @@ void Tiles<S>::store_query_block(Unit unit, int64_t group_head, int64_t block) c
 template <typename S>
 template <typename Out>
 void Tiles<S>::store_query_block_as(Unit unit, int64_t group_head, int64_t block) const {
-  const Range rows = query_rows(block);
+  const Range rows = grid_.query_rows(block);
   const T* sums = memory_.query_pack(group_head, block).grad_query;
   store_query_sums<Out>(
       unit, group_head, rows, {0, rows.end - rows.begin},

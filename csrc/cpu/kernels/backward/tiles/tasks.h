@@ -6,6 +6,7 @@
 #include "../store_rows.h"
 #include "block.h"
 #include "memory.h"
+#include "order.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
@@ -20,11 +21,6 @@ constexpr int64_t kBackwardQueries = 256;
 constexpr int64_t kSegmentLength = 256;  // at least so many keys and queries
 constexpr int64_t kManyBlocks = 12;      // of keys
 constexpr int64_t kSummedDims = 128;     // of some queries' dQ, by a task
-
-// A part of a block; block is -1 where there is none.
-struct BlockPlace {
-  int64_t block, part;
-};
 
 template <typename S>
 class Tiles {
@@ -65,13 +61,16 @@ class Tiles {
         streams_mask_(streams_mask_grad<S>(params)),
         shape_(params.shape),
         group_(group_size(params.shape)),
+        grid_(params, plan.tiles),
+        meetings_(params.shape, plan.tiles, grid_),
         memory_(params.shape, plan.tiles),
         shared_(shared),
         arena_{static_cast<char*>(scratch), 0},
         cleaned_(take<Element>(arena_, cleaned_size<S>(params.shape, plan.tiles))),
-        mask_copies_{static_cast<T*>(params.grad_mask.data),
-                     reinterpret_cast<T*>(static_cast<char*>(shared) + packed_bytes(shape_, plan_, memory_)),
-                     params.grad_mask_size} {}
+        mask_copies_{
+            static_cast<T*>(params.grad_mask.data),
+            reinterpret_cast<T*>(static_cast<char*>(shared) + mask_copies_offset(shape_, plan, memory_)),
+            params.grad_mask_size} {}
 
   // plan.h
   static void plan_blocks(const BackwardParams& params, TilesPlan& plan);
@@ -99,9 +98,20 @@ class Tiles {
     return ceil_div(plan.family_units, plan.mask_copies);
   }
   static void plan_turns(const BackwardParams& params, const BackwardParams& given, BackwardPlan& plan);
+  static void plan_order(const BackwardParams& params, int threads, BackwardPlan& plan);
   static int64_t packed_bytes(const AttentionShape& shape, const TilesPlan& plan,
                               const UnitMemory<S>& memory) {
     return plan.in_turn ? unit_count(shape) * memory.shared_bytes() : 0;
+  }
+  // Of a chain: its meetings, then the order of these.
+  static int64_t order_bytes(const TilesPlan& plan) {
+    Arena arena{nullptr, 0};
+    if (plan.order_tasks > 0) take_order(arena, plan);
+    return arena.used;
+  }
+  static int64_t mask_copies_offset(const AttentionShape& shape, const BackwardPlan& plan,
+                                    const UnitMemory<S>& memory) {
+    return packed_bytes(shape, plan.tiles, memory) + plan.chains.count * order_bytes(plan.tiles);
   }
 
   // dQ of a query block; of all key blocks apart, where tasks share them.
@@ -114,49 +124,15 @@ class Tiles {
            static_cast<int64_t>(sizeof(T));
   }
 
-  Range segment(int64_t blocks, int64_t index) const {
-    return {index * blocks / plan_.segments, (index + 1) * blocks / plan_.segments};
-  }
-  int64_t segment_of(int64_t blocks, int64_t block) const {
-    int64_t index = block * plan_.segments / blocks;
-    while (segment(blocks, index).end <= block) ++index;
-    return index;
-  }
-  // Blocks of the longest segment, in parts.
-  static int64_t key_places(const TilesPlan& plan) {
-    return ceil_div(plan.key_blocks, plan.segments) * plan.key_parts;
-  }
-  static int64_t query_places(const TilesPlan& plan) {
-    return ceil_div(plan.query_blocks, plan.segments) * plan.query_parts;
-  }
-  // Parts of key blocks with parts of query blocks, of every head of the group.
-  static int64_t meetings_of_chain(const AttentionShape& shape, const TilesPlan& plan) {
-    return group_size(shape) * plan.segments * plan.segments * key_places(plan) * query_places(plan);
-  }
-  Range key_segment(int64_t index) const { return segment(plan_.key_blocks, index); }
-  Range query_segment(int64_t index) const { return segment(plan_.query_blocks, index); }
-  Range block_rows(int64_t len, int64_t size, int64_t block) const {
-    return {block * size, smaller((block + 1) * size, len)};
-  }
-  Range query_rows(int64_t block) const { return block_rows(shape_.query_len, plan_.block_queries, block); }
-  Range key_rows(int64_t block) const { return block_rows(shape_.key_len, plan_.block_keys, block); }
   int64_t head_of(Unit unit, int64_t group_head) const { return unit.key_head * group_ + group_head; }
-
-  // Of some query blocks those that may see any of these keys, as far as the window goes. A gradient of a
-  // mask that is filled wants to hear of all of them, and has no window.
-  Range seen_blocks(Range keys, Range blocks) const {
-    const Range first = window_queries(params_.rule, shape_.query_len, keys.begin);
-    const Range last = window_queries(params_.rule, shape_.query_len, keys.end - 1);
-    if (last.end <= first.begin) return {blocks.begin, blocks.begin};
-    return intersect(blocks, {first.begin / plan_.block_queries, ceil_div(last.end, plan_.block_queries)});
-  }
 
   void pack_queries(Unit unit, int64_t group_head, int64_t block) const {
     pack_query_block<S>(params_, plan_, memory_.query_pack(group_head, block), unit.batch,
-                        head_of(unit, group_head), query_rows(block), exact_delta_, cleaned_);
+                        head_of(unit, group_head), grid_.query_rows(block), exact_delta_, cleaned_);
   }
   void pack_keys(Unit unit, int64_t block) const {
-    pack_key_block<S>(params_, memory_.key_pack(block), unit.batch, unit.key_head, key_rows(block), cleaned_);
+    pack_key_block<S>(params_, memory_.key_pack(block), unit.batch, unit.key_head, grid_.key_rows(block),
+                      cleaned_);
   }
   void run_chain(int64_t chain) {
     const auto scratch = take_key_query_scratch<S>(arena_, params_, plan_.block_keys, plan_.block_queries);
@@ -175,13 +151,13 @@ class Tiles {
     if (streamed_ || streams_mask_) finish_streams();
   }
   void set_keys(KeyQueryBlock<S>& scores, Unit unit, int64_t block) const {
-    scores.set_keys(unit.batch, unit.key_head, key_rows(block), memory_.key_pack(block),
+    scores.set_keys(unit.batch, unit.key_head, grid_.key_rows(block), memory_.key_pack(block),
                     memory_.grad_key(block), memory_.grad_value(block));
   }
   // A key block against some query blocks of one head of its group.
   void run_key_block(KeyQueryBlock<S>& scores, Unit unit, int64_t group_head, Range query_blocks) const {
     for (int64_t i = query_blocks.begin; i < query_blocks.end; ++i) {
-      scores.add_queries(head_of(unit, group_head), query_rows(i), memory_.query_pack(group_head, i));
+      scores.add_queries(head_of(unit, group_head), grid_.query_rows(i), memory_.query_pack(group_head, i));
     }
   }
   // whole_units.h
@@ -211,27 +187,40 @@ class Tiles {
     return static_cast<T*>(shared_) + (chain * plan_.key_blocks + block) * query_sums_size(shape_, plan_);
   }
   // turns.h
-  struct Meeting;
   static int64_t turns_of_chain(const TilesPlan& plan) {
-    return plan.pack_tasks + plan.row_tasks + plan.part_tasks + plan.store_tasks;
+    return plan.order_tasks + plan.pack_tasks + plan.row_tasks + plan.meeting_tasks + plan.store_tasks;
   }
-  static int64_t unit_lanes(const AttentionShape& shape, const TilesPlan& plan) {
-    return plan.key_blocks * plan.key_parts + group_size(shape) * plan.query_blocks * plan.query_parts;
+  int64_t first_lane(Unit unit) const { return unit_index(shape_, unit) * meetings_.lanes(); }
+  int64_t key_lane(Unit unit, BlockPlace key) const { return first_lane(unit) + meetings_.key_lane(key); }
+  int64_t query_lane(Unit unit, int64_t group_head, BlockPlace query) const {
+    return first_lane(unit) + meetings_.query_lane(group_head, query);
   }
-  static BlockPlace place_in(Range blocks, int64_t parts, int64_t place);
-  Range part_of_keys(int64_t block, int64_t part) const;
-  Range part_of_queries(int64_t block, int64_t part) const;
-  bool meet(BlockPlace key, BlockPlace query) const;
-  int64_t key_lane_before(int64_t segment, int64_t place, int64_t turn) const;
-  int64_t query_lane_before(int64_t segment, int64_t place, int64_t turn) const;
-  int64_t key_lane(Unit unit, int64_t block, int64_t part) const;
-  int64_t query_lane(Unit unit, int64_t group_head, int64_t block, int64_t part) const;
+  int64_t order_lane(int64_t chain) const { return unit_count(shape_) * meetings_.lanes() + chain; }
   void run_in_turn(int64_t task, const Turns& turns);
   void pack_queries_in_turn(Unit unit, int64_t group_head, int64_t block, const Turns& turns);
   void pack_keys_in_turn(Unit unit, int64_t block, const Turns& turns);
   void make_rows_in_turn(Unit unit, int64_t group_head, int64_t block, const Turns& turns);
-  Meeting meeting_at(int64_t chain, int64_t task) const;
-  void meet_in_turn(const Meeting& at, const Turns& turns);
+  struct Order {
+    ListedMeeting* list;
+    int32_t* of;  // places in the list
+  };
+  static Order take_order(Arena& arena, const TilesPlan& plan) {
+    return {take<ListedMeeting>(arena, plan.meeting_tasks), take<int32_t>(arena, plan.meeting_tasks)};
+  }
+  Order order_of(int64_t chain) const {
+    const int64_t first = packed_bytes(shape_, plan_, memory_);
+    Arena arena{static_cast<char*>(shared_) + first + chain * order_bytes(plan_), 0};
+    return take_order(arena, plan_);
+  }
+  struct OrderScratch {
+    ListScratch<S> list;
+    LaneAhead* lanes;
+    int64_t* thread_ends;
+  };
+  static OrderScratch take_order_scratch(Arena& arena, const TilesPlan& plan, const BlockGrid<S>& grid,
+                                         const Meetings<S>& meetings);
+  void order_in_turn(int64_t chain, const Turns& turns);
+  void meet_in_turn(int64_t chain, const Meeting& meeting, const Turns& turns);
   void store_queries_in_turn(Unit unit, int64_t group_head, int64_t block, const Turns& turns);
   void store_keys_in_turn(Unit unit, int64_t block, const Turns& turns);
   // store.h
@@ -255,6 +244,8 @@ class Tiles {
   const bool exact_delta_, streamed_, streams_mask_;
   const AttentionShape& shape_;
   const int64_t group_;
+  const BlockGrid<S> grid_;
+  const Meetings<S> meetings_;
   UnitMemory<S> memory_;  // of the unit that is worked on
   void* const shared_;
   Arena arena_;

@@ -10,7 +10,7 @@ template <typename S>
 void Tiles<S>::run_unit(KeyQueryBlock<S>& scores, Unit unit, UnitStates& states) const {
   states.keys.reset(plan_.key_blocks);
   for (int64_t block = 0; block < plan_.key_blocks; ++block) {
-    const Range queries = seen_blocks(key_rows(block), {0, plan_.query_blocks});
+    const Range queries = grid_.seen_blocks(grid_.key_rows(block), {0, plan_.query_blocks});
     states.keys.of[block].meetings = group_ * (queries.end - queries.begin);
   }
   for (int64_t head = 0; head < group_; ++head) run_head(scores, unit, head, states);
@@ -34,14 +34,14 @@ void Tiles<S>::run_head(KeyQueryBlock<S>& scores, Unit unit, int64_t group_head,
     make_rows(scores, unit, group_head, {0, query_blocks});
   }
   for (int64_t block = 0; block < plan_.key_blocks; ++block) {
-    const Range queries = seen_blocks(key_rows(block), {0, query_blocks});
+    const Range queries = grid_.seen_blocks(grid_.key_rows(block), {0, query_blocks});
     for (int64_t i = queries.begin; i < queries.end; ++i) ++states.queries.of[i].meetings;
   }
   // A query segment meets those of the keys from its own backwards, around the end.
   for (int64_t last = 0; last < 2 * segments - 1; ++last) {
-    const Range queries = query_segment(last % segments);
+    const Range queries = grid_.query_segment(last % segments);
     for (int64_t i = smaller(last, segments - 1); i > last - segments && i >= 0; --i) {
-      const Range keys = key_segment(i);
+      const Range keys = grid_.key_segment(i);
       for (int64_t block = keys.begin; block < keys.end; ++block) {
         visit_key_block(scores, unit, group_head, block, queries, states);
       }
@@ -83,7 +83,7 @@ void Tiles<S>::leave_query_block(Unit unit, int64_t group_head, int64_t block, U
 template <typename S>
 void Tiles<S>::visit_key_block(KeyQueryBlock<S>& scores, Unit unit, int64_t group_head, int64_t block,
                                Range query_blocks, UnitStates& states) const {
-  const Range queries = seen_blocks(key_rows(block), query_blocks);
+  const Range queries = grid_.seen_blocks(grid_.key_rows(block), query_blocks);
   if (is_empty(queries)) return;
   for (int64_t i = queries.begin; i < queries.end; ++i) meet_query_block(unit, group_head, i, states);
   meet_key_block(unit, block, states);
@@ -106,11 +106,11 @@ void Tiles<S>::visit_key_block(KeyQueryBlock<S>& scores, Unit unit, int64_t grou
 template <typename S>
 void Tiles<S>::finish_key_block(KeyQueryBlock<S>& scores, Unit unit, int64_t group_head, int64_t block,
                                 int64_t query_block) const {
-  const Range keys = key_rows(block), rows = query_rows(query_block);
+  const Range keys = grid_.key_rows(block), rows = grid_.query_rows(query_block);
   const int64_t count = keys.end - keys.begin, cell = cell_rows_of<S>(params_);
+  const QueryPack<S> queries = memory_.query_pack(group_head, query_block);
   const bool any =
-      scores.make_grads(head_of(unit, group_head), rows, memory_.query_pack(group_head, query_block),
-                        {{0, count}, {0, rows.end - rows.begin}});
+      scores.make_grads(head_of(unit, group_head), rows, queries, {{0, count}, {0, rows.end - rows.begin}});
   const bool fresh = *memory_.key_pack(block).has_sums == 0;
   const auto finish = [&](const ResultView& grad, T* sums, int64_t dim, double scale, auto add) {
     const int64_t stride = padded_dim<S>(dim);
@@ -130,7 +130,7 @@ void Tiles<S>::finish_key_block(KeyQueryBlock<S>& scores, Unit unit, int64_t gro
          [&](Range some, T* to) { scores.add_to_values(some, to, fresh); });
   finish(params_.grad_key, memory_.grad_key(block), shape_.head_dim, params_.rule.scale,
          [&](Range some, T* to) { scores.add_to_keys(some, to, fresh); });
-  if (any) scores.add_to_queries();
+  if (any) scores.add_to_queries(begins_sums(queries.has_sums));
 }
 
 // What has to be known of whole rows before the gradients can begin, and neither lse nor the output tells:
@@ -150,14 +150,14 @@ void Tiles<S>::make_rows(KeyQueryBlock<S>& scores, Unit unit, int64_t group_head
       for (int64_t i = query_blocks.begin; i < query_blocks.end; ++i) {
         const QueryPack<S> pack = memory_.query_pack(group_head, i);
         if (pass == Pass::kDelta || *pack.terms.has_far_rows != 0) {
-          scores.add_to_rows(pass, head, query_rows(i), pack);
+          scores.add_to_rows(pass, head, grid_.query_rows(i), pack);
         }
       }
     }
     for (int64_t i = query_blocks.begin; pass == Pass::kRowSum && i < query_blocks.end; ++i) {
       const RowTerms<S> terms = memory_.query_pack(group_head, i).terms;
       if (*terms.has_far_rows == 0) continue;
-      finish_far_rows(params_, terms, unit.batch, head, query_rows(i));
+      finish_far_rows(params_, terms, unit.batch, head, grid_.query_rows(i));
     }
   }
 }
