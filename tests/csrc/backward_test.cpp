@@ -984,6 +984,11 @@ void add_many_blocks(const Add& add) {
     c.rule.window_left = 200, c.rule.window_right = 3;
     c.rule.query_offset = 1500;
   });
+  // For many threads more parts than are put in order.
+  many("of queries, too, under a window", [](Case& c) {
+    sized(c, 4100, 4100, 8, 8);
+    c.rule.window_left = 300, c.rule.window_right = 0;
+  });
   many("with sinks and dropout", [](Case& c) {
     c.sinks = c.grad_lse = true;
     c.dropout = 0.3;

@@ -101,19 +101,20 @@ ATTN_EXT_INLINE bool mask_grad_in_pairs(const BackwardParams& params) {
          params.rule.softcap == 0;
 }
 
-// And whether tiles write all of it, 0 for what nobody sees. Windows leave out whole blocks.
-template <typename S>
+// Whether tiles write all of a gradient of one number for each score, 0 for what nobody sees. Windows leave
+// out whole blocks.
 ATTN_EXT_INLINE bool tiles_fill_mask_grad(const BackwardParams& params) {
-  return mask_grad_in_pairs<S>(params) && params.rule.window_left < 0 && params.rule.window_right < 0;
+  return params.grad_mask.data != nullptr && !params.grad_mask.wide && params.rule.window_left < 0 &&
+         params.rule.window_right < 0;
 }
 
-// Whether such a gradient goes past the caches, which it would fill.
+// Whether one in pairs goes past the caches, which it would fill.
 template <typename S>
 ATTN_EXT_INLINE bool streams_mask_grad(const BackwardParams& params) {
   constexpr int64_t kSize = sizeof(typename S::Element);
   const AttentionShape& shape = params.shape;
   const ResultView& grad = params.grad_mask;
-  return tiles_fill_mask_grad<S>(params) && grad.row_stride * kSize % kLineBytes == 0 &&
+  return mask_grad_in_pairs<S>(params) && tiles_fill_mask_grad(params) && grad.row_stride * kSize % kLineBytes == 0 &&
          shape.batch * shape.query_heads * shape.query_len * shape.key_len * kSize >= kStreamedBytes;
 }
 

@@ -222,6 +222,7 @@ class KeyQueryBlock {
   void put_mask_grads(int64_t cell, int64_t panel) const;
   void put_mask_square(const T* grads, int64_t keys, int64_t place, int64_t queries) const;
   void put_mask_pairs();
+  void clear_unseen_mask_grads();
   void put_pairs_square(const Operand* pairs, int64_t keys, Element* to, int64_t queries) const;
   void draw_dropout(int64_t panel);
 
@@ -336,16 +337,15 @@ KeyQueryBlock<S>::KeyQueryBlock(const BackwardParams& params, const TilesPlan& p
       full_(params.dropout.enabled || params.rule.softcap > 0 || params.grad_weights.data != nullptr ||
             params.grad_key_mass.data != nullptr || params.grad_output.data == nullptr),
       mask_pairs_(mask_grad_in_pairs<S>(params)),
-      fills_mask_(tiles_fill_mask_grad<S>(params)),
+      fills_mask_(tiles_fill_mask_grad(params)),
       streams_mask_(streams_mask_grad<S>(params)),
       cell_size_(cell_rows_of<S>(params)) {}
 
 template <typename S>
 bool KeyQueryBlock<S>::make_grads(int64_t head, Range rows, const QueryPack<S>& pack, const BlockPart& part) {
-  if (!set_block(head, rows, pack, part)) {
-    if (fills_mask_) put_mask_pairs();
-    return false;
-  }
+  const bool any = set_block(head, rows, pack, part);
+  if (fills_mask_) clear_unseen_mask_grads();
+  if (!any) return false;
   for (int64_t panel = part_.queries.begin; panel < part_.queries.end; panel += S::kPanel) {
     if (params_.dropout.enabled) draw_dropout(panel);
     for (int64_t cell = part_.keys.begin; cell < part_.keys.end; cell += cell_size_) {

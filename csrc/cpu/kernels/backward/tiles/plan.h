@@ -13,7 +13,7 @@ void Tiles<S>::plan(const BackwardParams& params, const BackwardParams& given, i
   TilesPlan& tiles = plan.tiles;
   plan.exact_delta = needs_exact_delta(params);
   plan.streamed = streams_key_gradients<S>(shape);
-  plan.fills_mask_grad = tiles_fill_mask_grad<S>(params);
+  plan.fills_mask_grad = tiles_fill_mask_grad(params);
   plan_blocks(params, tiles);
   tiles.blocks_apart = are_blocks_apart(params, given, plan);
   plan_families(shape, params.grad_mask.data != nullptr ? &params.grad_mask : nullptr, plan.chains);

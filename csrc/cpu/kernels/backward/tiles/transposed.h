@@ -184,11 +184,6 @@ void KeyQueryBlock<S>::put_mask_pairs() {
     const int64_t queries = smaller(S::kPanel, query_count_ - panel);
     auto* rows = static_cast<Element*>(mask_grad_.data()) +
                  mask_grad_.place(batch_, head_, query_first_ + panel, key_first_);
-    for (int64_t cell = part_.keys.begin; fills_mask_ && cell < part_.keys.end; cell += cell_size_) {
-      for (int64_t q = 0; !live(cell, panel) && q < queries; ++q) {
-        memset(rows + q * row_stride + cell, 0, static_cast<size_t>(cell_rows(cell)) * sizeof(Element));
-      }
-    }
     each_live_key_run(panel, [&](Range keys) {
       for (int64_t q = 0; q < queries; q += S::kLane) {
         for (int64_t k = keys.begin; k < keys.end; k += kKeys) {
@@ -197,6 +192,22 @@ void KeyQueryBlock<S>::put_mask_pairs() {
         }
       }
     });
+  }
+}
+
+// Of cells that no query sees.
+template <typename S>
+void KeyQueryBlock<S>::clear_unseen_mask_grads() {
+  const int64_t row_stride = mask_grad_.view().row_stride;
+  for (int64_t panel = part_.queries.begin; panel < part_.queries.end; panel += S::kPanel) {
+    const int64_t queries = smaller(S::kPanel, query_count_ - panel);
+    auto* rows = static_cast<Element*>(mask_grad_.data()) +
+                 mask_grad_.place(batch_, head_, query_first_ + panel, key_first_);
+    for (int64_t cell = part_.keys.begin; cell < part_.keys.end; cell += cell_size_) {
+      for (int64_t q = 0; !live(cell, panel) && q < queries; ++q) {
+        memset(rows + q * row_stride + cell, 0, static_cast<size_t>(cell_rows(cell)) * sizeof(Element));
+      }
+    }
   }
 }
 
