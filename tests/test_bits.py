@@ -183,6 +183,26 @@ def test_a_few_rows_have_the_same_bits_in_a_large_group_over_pages(cache_dtype, 
         assert torch.equal(cache.attend(query[:, heads], enable_gqa=True), whole[:, heads])
 
 
+@by_dtype
+@pytest.mark.parametrize("mask_shape", [(800, 1), (800,), (6, 800, 1), (800, 800)])
+@pytest.mark.parametrize("key_heads", [1, 2])
+def test_bits_of_a_mask_s_gradient_that_a_group_s_heads_share_do_not_depend_on_threads(
+    key_heads, mask_shape, dtype
+):
+    query = torch.randn(1, 6, 800, 16, dtype=dtype)
+    key, value = (torch.randn(1, key_heads, 800, 16, dtype=dtype) for _ in range(2))
+    mask = torch.randn(mask_shape, dtype=dtype, requires_grad=True)
+    output = attn_ext.sdpa(query, key, value, mask, enable_gqa=True)
+    incoming = torch.randn_like(output)
+
+    def gradient():
+        return torch.autograd.grad(output, mask, incoming, retain_graph=True)[0]
+
+    expected = on_threads(1, gradient)
+    for threads in (2, 3, 8):
+        assert torch.equal(on_threads(threads, gradient), expected)
+
+
 @pytest.mark.parametrize("threads", [1, 2, 8])
 @pytest.mark.parametrize("key_len", [1024, 1030, 1056])
 def test_a_large_gradient_of_a_mask_has_the_bits_of_small_ones(key_len, threads):

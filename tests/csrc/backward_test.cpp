@@ -333,6 +333,8 @@ Gradients run(const Case& c, const cpu::KernelTable& table, const Problem& in, i
   if (c.mask_grad) {
     p.grad_mask = {g.mask.view, wide || sums_mask_grad(c)};
     p.grad_mask_size = g.mask.sizes[0] * g.mask.sizes[1] * g.mask.sizes[2] * g.mask.sizes[3];
+    const auto& ways = table.backward[dtype_row(p.shape.dtype)];
+    if (cpu::plan_call(ways, p, threads).plan.fills_mask_grad) g.mask.fill([] { return NAN; });
   }
   paths.insert(run_backward(table, p, threads, one_takes_turns).path);
   return g;
@@ -680,6 +682,15 @@ void add_masks(const Add& add) {
   for (const char* dims : {"bhrc", "rc", "c", "r", "h"}) {
     add(("segments mask " + std::string(dims)).c_str(), [=](Case& c) {
       sized(c, 520, 530, 8, 8);
+      c.mask = dims;
+      c.mask_kind = ScalarKind::kFloat32;
+      c.mask_grad = true;
+    });
+  }
+  for (const char* dims : {"r", "c", "rc"}) {
+    add(("segments mask of a group " + std::string(dims)).c_str(), [=](Case& c) {
+      sized(c, 1030, 1030, 8, 8);
+      c.query_heads = 6;
       c.mask = dims;
       c.mask_kind = ScalarKind::kFloat32;
       c.mask_grad = true;

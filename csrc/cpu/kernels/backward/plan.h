@@ -114,7 +114,8 @@ ATTN_EXT_INLINE bool streams_mask_grad(const BackwardParams& params) {
   constexpr int64_t kSize = sizeof(typename S::Element);
   const AttentionShape& shape = params.shape;
   const ResultView& grad = params.grad_mask;
-  return mask_grad_in_pairs<S>(params) && tiles_fill_mask_grad(params) && grad.row_stride * kSize % kLineBytes == 0 &&
+  return mask_grad_in_pairs<S>(params) && tiles_fill_mask_grad(params) &&
+         grad.row_stride * kSize % kLineBytes == 0 &&
          shape.batch * shape.query_heads * shape.query_len * shape.key_len * kSize >= kStreamedBytes;
 }
 

@@ -41,7 +41,7 @@ struct TilesPlan {
   int64_t order_tasks, pack_tasks, row_tasks, meeting_tasks, store_tasks;  // of a chain, in this order
   int64_t lanes;
   int64_t chain_threads;  // as many at a time as work at a chain without much waiting
-  int64_t order_threads;  // that its parts are put in order for
+  int64_t order_threads;  // that its meetings are put in order for
 };
 
 // A task takes several short chains, whole; or, where the chains would leave threads idle, a block of rows of

@@ -24,7 +24,9 @@ void Tiles<S>::visit_apart(KeyQueryBlock<S>& scores, Unit unit, int64_t block) c
     set_keys(scores, unit, block);
     finish_key_block(scores, unit, 0, block, 0);
   }
-  if (begins_sums(pack.has_sums)) memory_.clear_query_sums(0, 0, {0, shape_.query_len});
+  if (params_.grad_query.data == nullptr || begins_sums(pack.has_sums)) {
+    memory_.clear_query_sums(0, 0, {0, shape_.query_len});
+  }
 }
 
 template <typename S>

@@ -52,14 +52,14 @@ class Meetings {
     return query_number_before(segment, first + query.part, plan_.segments * grid_.key_places());
   }
 
-  // With places that do not meet.
+  // Also those that do not meet.
   int64_t places() const { return group_ * plan_.segments * places_of_phase(); }
   int64_t count() const;
   // body(head, phase, key segment, key place, query place) for all places. Those of a phase that wait for
   // nothing in it come first: diagonal after diagonal.
   template <typename Body>
   void each_place(Body body) const;
-  // The same by its number. No blocks where the parts do not see each other.
+  // The same by its number; key.block is -1 where the parts do not see each other.
   Meeting at(int64_t number) const;
 
  private:

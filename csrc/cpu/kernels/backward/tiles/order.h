@@ -7,7 +7,7 @@
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
-constexpr int64_t kMostOrdered = 4096;  // meetings of a chain: beyond, there are more than enough at a time
+constexpr int64_t kMostOrdered = 4096;  // places of a chain: beyond, more than enough meet at a time
 constexpr int64_t kMostOrderThreads = 64;
 
 // Of a meeting's time: P and dS, for which it waits for nobody, then dV and dK, then dQ.
@@ -117,7 +117,6 @@ class MeetingOrder {
 };
 
 // What the list is made with.
-template <typename S>
 struct ListScratch {
   struct Keys {
     BlockPlace place;
@@ -126,7 +125,7 @@ struct ListScratch {
   };
   struct Queries {
     BlockPlace place;
-    int64_t number;  // of the lane of the head that is listed
+    int64_t head, number;  // that is listed, and of its lane
     Range queries;
   };
   Keys* keys;        // (segments, places)
@@ -134,13 +133,13 @@ struct ListScratch {
 };
 
 template <typename S>
-ListScratch<S> take_list_scratch(Arena& arena, const TilesPlan& plan, const BlockGrid<S>& grid) {
-  return {take<typename ListScratch<S>::Keys>(arena, plan.segments * grid.key_places()),
-          take<typename ListScratch<S>::Queries>(arena, plan.segments * grid.query_places())};
+ListScratch take_list_scratch(Arena& arena, const TilesPlan& plan, const BlockGrid<S>& grid) {
+  return {take<ListScratch::Keys>(arena, plan.segments * grid.key_places()),
+          take<ListScratch::Queries>(arena, plan.segments * grid.query_places())};
 }
 
 template <typename S>
-void place_parts(const TilesPlan& plan, const BlockGrid<S>& grid, const ListScratch<S>& scratch) {
+void place_parts(const TilesPlan& plan, const BlockGrid<S>& grid, const ListScratch& scratch) {
   for (int64_t segment = 0; segment < plan.segments; ++segment) {
     for (int64_t i = 0; i < grid.key_places(); ++i) {
       auto& keys = scratch.keys[segment * grid.key_places() + i];
@@ -151,7 +150,7 @@ void place_parts(const TilesPlan& plan, const BlockGrid<S>& grid, const ListScra
     }
     for (int64_t i = 0; i < grid.query_places(); ++i) {
       auto& queries = scratch.queries[segment * grid.query_places() + i];
-      queries = {grid.query_at(segment, i), kReady, {0, 0}};
+      queries = {grid.query_at(segment, i), 0, kReady, {0, 0}};
       if (queries.place.block >= 0) queries.queries = grid.queries_of(queries.place);
     }
   }
@@ -160,18 +159,16 @@ void place_parts(const TilesPlan& plan, const BlockGrid<S>& grid, const ListScra
 // Meetings::count() of them, as each_place() goes through them.
 template <typename S>
 void list_meetings(const TilesPlan& plan, const BlockGrid<S>& grid, const Meetings<S>& meetings,
-                   const ListScratch<S>& scratch, ListedMeeting* list) {
+                   const ListScratch& scratch, ListedMeeting* list) {
   const int64_t key_places = grid.key_places(), query_places = grid.query_places();
-  int64_t last_head = -1;
   place_parts(plan, grid, scratch);
   meetings.each_place(
       [&](int64_t head, int64_t phase, int64_t segment, int64_t key_place, int64_t query_place) {
-        for (int64_t i = 0; head != last_head && i < plan.segments * query_places; ++i)
-          scratch.queries[i].number = kReady;
-        last_head = head;
         auto& keys = scratch.keys[segment * key_places + key_place];
         auto& queries = scratch.queries[(segment + phase) % plan.segments * query_places + query_place];
         if (is_empty(intersect(keys.seeing, queries.queries))) return;
+        if (queries.head != head) queries.number = kReady;
+        queries.head = head;
         const auto count_seeing = [&](int64_t key) {
           const Range seeing = intersect(grid.queries_seeing(key), queries.queries);
           return larger(0, seeing.end - seeing.begin);

@@ -22,25 +22,26 @@ void Tiles<S>::plan(const BackwardParams& params, const BackwardParams& given, i
   plan_parts(params, threads, plan);
   plan_chain_tasks(shape, threads, plan);
   tiles.in_turn = !tiles.blocks_apart && takes_turns(params, threads, plan);
-  if (tiles.in_turn) plan_turns(params, given, plan);
 
+  const BlockGrid<S> grid(params, tiles);
+  const Meetings<S> meetings(shape, tiles, grid);
   UnitMemory<S> memory(shape, tiles);
   if (tiles.in_turn) {
     plan_chain_threads(memory.head_bytes(), plan);
-    plan_order(params, threads, plan);
+    plan_order(meetings, threads, plan);
+    plan_turns(params, given, meetings, plan);
   }
   plan.shared_bytes = mask_copies_offset(shape, plan, memory) + partial_bytes(shape, plan) +
                       MaskCopies<T>::bytes(plan.chains, params.grad_mask_size);
   Arena arena{nullptr, 0};
   take<Element>(arena, cleaned_size<S>(shape, tiles));
+  Arena order = arena;
+  if (tiles.order_tasks > 0) take_order_scratch(order, tiles, grid, meetings);
   take_key_query_scratch<S>(arena, params, tiles.block_keys, tiles.block_queries);
   if (!tiles.in_turn) memory.take_from(arena);
   if (tiles.blocks_apart) take<T>(arena, query_sums_size(shape, tiles));
   take_block_states(arena, tiles.query_blocks);
   take_block_states(arena, tiles.key_blocks);
-  Arena order{nullptr, 0};
-  const BlockGrid<S> grid(params, tiles);
-  if (tiles.order_tasks > 0) take_order_scratch(order, tiles, grid, {shape, tiles, grid});
   plan.thread_bytes = larger(arena.used, order.used);
 }
 
@@ -136,6 +137,7 @@ void Tiles<S>::plan_parts(const BackwardParams& params, int threads, BackwardPla
   TilesPlan& tiles = plan.tiles;
   const int64_t lanes = unit_count(params.shape) * tiles.key_blocks;
   tiles.key_parts = tiles.query_parts = 1;
+  if (threads == 1) return;
   if (shares_mask(params) && plan.chains.family_units > plan.chains.mask_copies) return;
   if constexpr (S::Product::kInRegisters) {
     const BlockGrid<S> grid(params, tiles);
@@ -166,32 +168,27 @@ void Tiles<S>::plan_chain_threads(int64_t head_bytes, BackwardPlan& plan) {
 }
 
 template <typename S>
-void Tiles<S>::plan_turns(const BackwardParams& params, const BackwardParams& given, BackwardPlan& plan) {
+void Tiles<S>::plan_turns(const BackwardParams& params, const BackwardParams& given,
+                          const Meetings<S>& meetings, BackwardPlan& plan) {
   const AttentionShape& shape = params.shape;
   TilesPlan& tiles = plan.tiles;
-  const BlockGrid<S> grid(params, tiles);
-  const Meetings<S> meetings(shape, tiles, grid);
   const int64_t units = units_of_chain(plan.chains);
   const int64_t query_blocks = units * group_size(shape) * tiles.query_blocks;
   const int64_t key_blocks = units * tiles.key_blocks;
   tiles.pack_tasks = query_blocks + key_blocks;
   tiles.row_tasks = plan.exact_delta || any_far<T>(given) ? query_blocks : 0;
-  tiles.meeting_tasks = meetings.places();
+  tiles.meeting_tasks = tiles.order_tasks > 0 ? meetings.count() : meetings.places();
   tiles.store_tasks = query_blocks + key_blocks;
-  tiles.lanes = unit_count(shape) * meetings.lanes();
+  tiles.lanes = unit_count(shape) * meetings.lanes() + tiles.order_tasks * plan.chains.count;
 }
 
 // For as many threads as there will be at a chain. One has to wait for nobody.
 template <typename S>
-void Tiles<S>::plan_order(const BackwardParams& params, int threads, BackwardPlan& plan) {
+void Tiles<S>::plan_order(const Meetings<S>& meetings, int threads, BackwardPlan& plan) {
   TilesPlan& tiles = plan.tiles;
   const int64_t at_chain = larger(tiles.chain_threads, ceil_div(threads, plan.chains.count));
   tiles.order_threads = smaller(at_chain, smaller(threads, kMostOrderThreads));
-  tiles.order_tasks = tiles.order_threads > 1 && tiles.meeting_tasks <= kMostOrdered ? 1 : 0;
-  if (tiles.order_tasks == 0) return;
-  const BlockGrid<S> grid(params, tiles);
-  tiles.meeting_tasks = Meetings<S>(params.shape, tiles, grid).count();
-  tiles.lanes += plan.chains.count;
+  tiles.order_tasks = tiles.order_threads > 1 && meetings.places() <= kMostOrdered ? 1 : 0;
 }
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

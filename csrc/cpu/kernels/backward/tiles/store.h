@@ -10,8 +10,9 @@ namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 template <typename S>
 void Tiles<S>::store_key_block(Unit unit, int64_t block) const {
   const Range keys = grid_.key_rows(block);
-  if (begins_sums(memory_.key_pack(block).has_sums))
+  if (begins_sums(memory_.key_pack(block).has_sums)) {
     memory_.clear_key_sums(block, {0, keys.end - keys.begin});
+  }
   const auto store_side = [&](const ResultView& grad, const T* sums, int64_t dim, double scale) {
     if (grad.data == nullptr) return;
     const HeadGradient<S> to{grad, unit.batch, unit.key_head, dim, scale, streamed_};

@@ -83,6 +83,11 @@ class Tiles {
     return mask.data != nullptr &&
            (group_size(params.shape) > 1 || mask.row_stride == 0 || mask.column_stride == 0);
   }
+  // Whether the heads of a group add to the same numbers of a mask of one column, which no key's lane guards.
+  static bool heads_share_rows(const BackwardParams& params) {
+    const TensorView& mask = params.grad_mask;
+    return mask.data != nullptr && mask.column_stride == 0 && mask.head_stride == 0;
+  }
   // Whether all blocks add to the one number of a mask that broadcasts over rows and keys.
   static bool shares_one_number(const BackwardParams& params) {
     const TensorView& mask = params.grad_mask;
@@ -97,8 +102,9 @@ class Tiles {
   static int64_t units_of_chain(const ChainsPlan& plan) {
     return ceil_div(plan.family_units, plan.mask_copies);
   }
-  static void plan_turns(const BackwardParams& params, const BackwardParams& given, BackwardPlan& plan);
-  static void plan_order(const BackwardParams& params, int threads, BackwardPlan& plan);
+  static void plan_turns(const BackwardParams& params, const BackwardParams& given,
+                         const Meetings<S>& meetings, BackwardPlan& plan);
+  static void plan_order(const Meetings<S>& meetings, int threads, BackwardPlan& plan);
   static int64_t packed_bytes(const AttentionShape& shape, const TilesPlan& plan,
                               const UnitMemory<S>& memory) {
     return plan.in_turn ? unit_count(shape) * memory.shared_bytes() : 0;
@@ -213,7 +219,7 @@ class Tiles {
     return take_order(arena, plan_);
   }
   struct OrderScratch {
-    ListScratch<S> list;
+    ListScratch list;
     LaneAhead* lanes;
     int64_t* thread_ends;
   };

@@ -28,10 +28,10 @@ void Tiles<S>::order_in_turn(int64_t chain, const Turns& turns) {
   const Order order = order_of(chain);
   const int64_t count = plan_.meeting_tasks;
   list_meetings(plan_, grid_, meetings_, scratch.list, order.list);
-  MeetingOrder next(order.list, count, scratch.lanes, meetings_.lanes(), meetings_.key_lanes(),
-                    scratch.thread_ends, plan_.order_threads);
+  MeetingOrder ahead(order.list, count, scratch.lanes, meetings_.lanes(), meetings_.key_lanes(),
+                     scratch.thread_ends, plan_.order_threads);
   for (int64_t i = 0; i < count; ++i) {
-    order.of[i] = static_cast<int32_t>(next.next());
+    order.of[i] = static_cast<int32_t>(ahead.next());
     if ((i + 1) % kAtATime == 0 || i + 1 == count) turns.set(order_lane(chain), i + 1);
   }
 }
@@ -130,9 +130,13 @@ void Tiles<S>::meet_in_turn(int64_t chain, const Meeting& meeting, const Turns& 
     return Range{key_lane(unit, key), query_lane(unit, meeting.group_head, query)};
   };
   for (int64_t index = members.begin; shares_mask(params_) && index < members.end; ++index) {
-    const auto [keys_at, queries_at] = lanes_of(chain_unit(shape_, chains_, chain, index));
+    const Unit unit = chain_unit(shape_, chains_, chain, index);
+    const auto [keys_at, queries_at] = lanes_of(unit);
     turns.wait(keys_at, meeting.key_before);
     turns.wait(queries_at, meeting.query_before);
+    if (heads_share_rows(params_) && meeting.group_head > 0 && meeting.query_before == kReady) {
+      turns.wait(query_lane(unit, meeting.group_head - 1, query), meetings_.last_query_number(query));
+    }
   }
   for (int64_t index = members.begin; index < members.end; ++index) {
     const Unit unit = chain_unit(shape_, chains_, chain, index);
