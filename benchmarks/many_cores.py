@@ -12,7 +12,7 @@ their own. A call costs what it takes here to call two threads together and to w
 round but the first what two threads take that wait for each other in between, once for every doubling of the
 threads. The efficiency is the time of the tasks on one thread over threads x finish: 1 is
 perfect. What the call takes beside its tasks, memory from the system and back above all, has a column of
-its own.
+its own, in which the looks at the clock between steps are, too.
 
 What it leaves out: caches and memory that cores share, and clocks that fall when many cores work. Decoding
 is bound by memory: for it the table shows how evenly the bytes are dealt out.

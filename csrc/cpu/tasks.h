@@ -57,7 +57,8 @@ class TaskTimer {
   using Clock = std::chrono::steady_clock;
 
   void note(bool waits, int64_t lane, int64_t number) {
-    const Clock::duration time = std::max(Clock::now() - start_ - look_, Clock::duration::zero());
+    static const Clock::duration kLook = time_of_a_look();  // at the clock, which is in every step's time
+    const Clock::duration time = std::max(Clock::now() - start_ - kLook, Clock::duration::zero());
     round_.back().emplace_back(std::chrono::duration<double>(time).count(), waits, lane, number);
     start_ = Clock::now();
   }
@@ -71,7 +72,6 @@ class TaskTimer {
   }
 
   std::vector<std::vector<TaskStep>>& round_;
-  const Clock::duration look_ = time_of_a_look();  // at the clock, which is in every step's time
   Clock::time_point start_;
 };
 

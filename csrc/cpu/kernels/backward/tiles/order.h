@@ -7,7 +7,7 @@
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
-constexpr int64_t kMostOrdered = 4096;  // places of a chain: beyond, more than enough meet at a time
+constexpr int64_t kMostOrdered = 4096;  // places of a chain; more take too long to go through
 constexpr int64_t kMostOrderThreads = 64;
 
 // Of a meeting's time: P and dS, for which it waits for nobody, then dV and dK, then dQ.
@@ -86,6 +86,8 @@ class MeetingOrder {
     course.waits = course.queries_added - begin - (kMakeShare + kKeysShare + kQueriesShare) * m.work;
     return course;
   }
+  // The earliest head comes first whatever it waits: where heads share a mask's gradient of one column, each
+  // waits for all of the one before, which is_next_at_its_lanes() knows nothing of.
   static bool is_better(const ListedMeeting& a, const Course& course_a, const ListedMeeting& b,
                         const Course& course_b) {
     constexpr int64_t kWaits = 5;  // what waiting weighs beside what has to follow

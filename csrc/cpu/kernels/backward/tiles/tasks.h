@@ -76,7 +76,7 @@ class Tiles {
   static void plan_blocks(const BackwardParams& params, TilesPlan& plan);
   static void plan_segments(const BackwardParams& params, ChainsPlan& chains, TilesPlan& plan);
   static bool takes_turns(const BackwardParams& params, int threads, const BackwardPlan& plan);
-  // Whether several parts of a unit, or several heads of a group, add to the same numbers of the mask's
+  // Whether several parts of a unit, or several heads of a group, may add to the same numbers of the mask's
   // gradient.
   static bool shares_mask(const BackwardParams& params) {
     const TensorView& mask = params.grad_mask;

@@ -5,7 +5,8 @@
 //
 // Each part of a key block has a lane, and each part of a head's query block: what was done last to its sums.
 // The first to add there finds nothing worth reading. A task makes P and dS when its packs are there, and
-// adds them to a gradient when those before it have.
+// adds them to a gradient when those before it have; where several add to the same numbers of a mask's
+// gradient, it waits for these before P and dS, as dS goes there at once.
 #pragma once
 
 #include "tasks.h"
@@ -111,7 +112,7 @@ void Tiles<S>::make_rows_in_turn(Unit unit, int64_t group_head, int64_t block, c
   const auto scratch = take_key_query_scratch<S>(arena_, params_, plan_.block_keys, plan_.block_queries);
   memory_.take_from_shared(shared_, unit);
   KeyQueryBlock<S> scores(params_, plan_, scratch);
-  turns.wait(query_lane(unit, group_head, {block, 0}), kPacked);
+  turns.wait(query_lane(unit, group_head, {block, plan_.query_parts - 1}), kPacked);  // set last
   for (int64_t i = 0; i < plan_.key_blocks; ++i) turns.wait(key_lane(unit, {i, 0}), kReady);
   make_rows(scores, unit, group_head, {block, block + 1});
   for (int64_t i = 0; i < plan_.query_parts; ++i) turns.set(query_lane(unit, group_head, {block, i}), kReady);
