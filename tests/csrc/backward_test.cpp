@@ -689,8 +689,8 @@ void add_masks(const Add& add) {
   }
   for (const char* dims : {"r", "c", "rc"}) {
     add(("segments mask of a group " + std::string(dims)).c_str(), [=](Case& c) {
-      sized(c, 1030, 1030, 8, 8);
-      c.query_heads = 6;
+      sized(c, 780, 770, 4, 4);
+      c.query_heads = 4;
       c.mask = dims;
       c.mask_kind = ScalarKind::kFloat32;
       c.mask_grad = true;
