@@ -185,12 +185,12 @@ def test_a_few_rows_have_the_same_bits_in_a_large_group_over_pages(cache_dtype, 
 
 @by_dtype
 @pytest.mark.parametrize("mask_shape", [(800, 1), (800,), (6, 800, 1), (800, 800)])
-@pytest.mark.parametrize("key_heads", [1, 2])
+@pytest.mark.parametrize(("batch", "key_heads"), [(1, 1), (1, 2), (20, 2)])
 def test_bits_of_a_mask_s_gradient_that_a_group_s_heads_share_do_not_depend_on_threads(
-    key_heads, mask_shape, dtype
+    batch, key_heads, mask_shape, dtype
 ):
-    query = torch.randn(1, 6, 800, 16, dtype=dtype)
-    key, value = (torch.randn(1, key_heads, 800, 16, dtype=dtype) for _ in range(2))
+    query = torch.randn(batch, 6, 800, 16, dtype=dtype)
+    key, value = (torch.randn(batch, key_heads, 800, 16, dtype=dtype) for _ in range(2))
     mask = torch.randn(mask_shape, dtype=dtype, requires_grad=True)
     output = attn_ext.sdpa(query, key, value, mask, enable_gqa=True)
     incoming = torch.randn_like(output)
