@@ -1,9 +1,12 @@
 """Calls from several threads at once, and in the children of a fork."""
 
+import contextlib
+import faulthandler
 import multiprocessing
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -126,20 +129,38 @@ def raw(results: list[list[Tensor]]) -> list[list[bytes]]:
     return [[t.contiguous().view(torch.uint8).numpy().tobytes() for t in result] for result in results]
 
 
+@contextlib.contextmanager
+def children_that_hang_say_where():
+    """What children of a fork are at when the test fails is in its report; they are ended then."""
+    faulthandler.register(signal.SIGUSR1, sys.__stderr__)
+    try:
+        yield
+    except Exception:
+        children = multiprocessing.active_children()
+        for child in children:
+            os.kill(child.pid, signal.SIGUSR1)
+        time.sleep(1)
+        for child in children:
+            child.kill()
+            child.join()
+        raise
+    finally:
+        faulthandler.unregister(signal.SIGUSR1)
+
+
 def in_child(function) -> list:
     """What `function` returns in a child process made by fork, which must end."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    with warnings.catch_warnings():
+    with children_that_hang_say_where(), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of a fork while there are threads
         child = context.Process(target=lambda: sender.send(function()))
         child.start()
-    try:
         assert receiver.poll(HANGS_AFTER), "the child hangs"
-        return receiver.recv()
-    finally:
+        answer = receiver.recv()
         child.kill()
         child.join()
+    return answer
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -287,7 +308,7 @@ def test_data_loader_workers(workers, jobs, expected):
         multiprocessing_context="fork",
         timeout=HANGS_AFTER,
     )
-    with warnings.catch_warnings():
+    with children_that_hang_say_where(), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         results = [[t.clone() for t in result] for result in loader]
     assert_same_bits(results, expected)
