@@ -135,7 +135,7 @@ def children_that_hang_say_where():
     faulthandler.register(signal.SIGUSR1, sys.__stderr__)
     try:
         yield
-    except Exception:
+    except BaseException:
         children = multiprocessing.active_children()
         for child in children:
             os.kill(child.pid, signal.SIGUSR1)
