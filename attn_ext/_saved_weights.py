@@ -14,18 +14,19 @@ class save_weights_for_backward(ContextDecorator):
     With them, backward makes neither scores nor exponentials again. It is allowed unless the environment
     variable ``ATTN_EXT_SAVE_WEIGHTS`` is 0, and happens where all of this holds:
 
-    - a gradient is wanted, and query, key and value are bfloat16 on the CPU;
-    - the instruction set multiplies pairs of bfloat16 in vectors: ``avx512_bf16`` or ``neon_bf16``;
-    - the weights, in bfloat16, take no more memory than query, key, value and output together (``Lk`` up to
-      4 ``D`` where ``Lq`` is ``Lk``);
-    - ``Lk`` is at most 1024 and ``Lq`` at least 17, or ``D`` is more than 256 and several query heads of up
-      to 16 rows share each key head (latent attention);
+    - a gradient is wanted, and query, key and value are on the CPU: bfloat16 where the instruction set
+      multiplies pairs of it in vectors, ``avx512_bf16`` or ``neon_bf16``, or float16 where its vectors are of
+      512 bits, ``avx512``, ``avx512_bf16`` or ``amx``;
+    - the weights, in the same dtype, take no more memory than query, key, value and output together (``Lk``
+      up to 4 ``D`` where ``Lq`` is ``Lk``);
+    - ``Lk`` is at most 1024 and ``Lq`` at least 17 (21 in float16), or ``D`` is more than 256 and several
+      query heads of up to 16 rows share each key head (latent attention);
     - there is neither dropout nor softcap, and all sizes are known when the call is made, or traced.
 
     Memory is counted by shapes, as if nothing were broadcast but the keys of a group. Packed sequences and
     calls that return weights or key mass save none. :func:`attn_ext.explain` tells of a call with tensors of
     these dtypes, autocast apart. The output has the same bits either way; gradients come from weights that
-    were rounded to bfloat16. Memory (..., Hq, Lq, Lk) is held from forward to backward.
+    were rounded to that dtype. Memory (..., Hq, Lq, Lk) is held from forward to backward.
 
     Works as a context manager, as a decorator, and is undone at the end. A compiled function does what was
     allowed when it was traced, also where the compiler finds it in its cache of earlier processes; put it

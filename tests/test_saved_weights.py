@@ -16,8 +16,29 @@ import attn_ext
 from attn_ext.testing import LAYOUTS, Case, assert_gradients_accurate, on_threads
 
 OPS = torch.ops.attn_ext
-SAVES = attn_ext.cpu_capability() in ("avx512_bf16", "neon_bf16")
-only_where_saved = pytest.mark.skipif(not SAVES, reason="this instruction set saves no weights")
+#: The instruction sets that save weights of a dtype. Each test runs for all of these, as DTYPE.
+SAVING = {
+    torch.bfloat16: ("avx512_bf16", "neon_bf16"),
+    torch.float16: ("avx512", "avx512_bf16", "amx"),
+}
+DTYPE = torch.bfloat16
+
+
+@pytest.fixture(autouse=True, params=SAVING, ids=str)
+def dtype_of_the_calls(request, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "DTYPE", request.param)
+
+
+def set_saves():
+    """Whether the instruction set in use saves weights of DTYPE."""
+    return attn_ext.cpu_capability() in SAVING[DTYPE]
+
+
+@pytest.fixture
+def only_where_saved(dtype_of_the_calls):
+    if not set_saves():
+        pytest.skip("this instruction set saves no weights")
+
 
 # name: (Lq, Lk, D, Dv), heads of query and key, masks and other options
 SHAPES = {
@@ -42,19 +63,21 @@ CALLS = {
 }
 
 
-def inputs(name="tiles", key_heads=4, dtype=torch.bfloat16, seed=0):
+def inputs(name="tiles", key_heads=4, dtype=None, seed=0):
     """(2, 4, Lq, D), and so many key heads."""
     query_len, key_len, dim, value_dim = SHAPES[name]
     generator = torch.Generator().manual_seed(seed)
     shapes = (4, query_len, dim), (key_heads, key_len, dim), (key_heads, key_len, value_dim)
-    return [torch.randn(2, *shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+    return [
+        torch.randn(2, *shape, generator=generator).to(dtype or DTYPE).requires_grad_() for shape in shapes
+    ]
 
 
-def latent(query_len=4, key_len=300, dim=320, value_dim=290, dtype=torch.bfloat16):
+def latent(query_len=4, key_len=300, dim=320, value_dim=290):
     """Eight query heads of a few rows on one key head of many dims."""
     generator = torch.Generator().manual_seed(0)
     shapes = (8, query_len, dim), (1, key_len, dim), (1, key_len, value_dim)
-    return [torch.randn(2, *shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+    return [torch.randn(2, *shape, generator=generator).to(DTYPE).requires_grad_() for shape in shapes]
 
 
 def saved_shapes(function, *args, **options):
@@ -108,29 +131,31 @@ def internal_backward(tensors, change, **more):
 class TestRule:
     @pytest.mark.parametrize("name", SHAPES)
     def test_kept_where_they_are_no_larger_than_the_rest(self, name):
-        assert saves(inputs(name)) == SAVES
+        assert saves(inputs(name)) == set_saves()
 
     @pytest.mark.parametrize("call", CALLS)
     def test_masks_do_not_matter(self, call):
-        assert saves(inputs(), **CALLS[call]) == SAVES
+        assert saves(inputs(), **CALLS[call]) == set_saves()
 
     @pytest.mark.parametrize(("length", "saved"), [(16, False), (17, True), (64, True), (65, False)])
     def test_limits_of_lengths(self, length, saved):
         """(D + Dv) * 2 * L numbers, so up to L = 2 * (D + Dv)."""
         dims = (20, 20, 12)
-        tensors = [torch.randn(2, 1, length, dim).bfloat16().requires_grad_() for dim in dims]
-        assert saves(tensors) == (SAVES and saved)
+        tensors = [torch.randn(2, 1, length, dim).to(DTYPE).requires_grad_() for dim in dims]
+        assert saves(tensors) == (set_saves() and saved)
 
     @pytest.mark.parametrize(("key_len", "saved"), [(1024, True), (1025, False)])
     def test_limits_of_keys(self, key_len, saved):
-        query, key = torch.randn(1, 1, 20, 64), torch.randn(1, 1, key_len, 64)
-        assert saves([x.bfloat16().requires_grad_() for x in (query, key, key.clone())]) == (SAVES and saved)
+        query, key = torch.randn(1, 1, 24, 64), torch.randn(1, 1, key_len, 64)
+        assert saves([x.to(DTYPE).requires_grad_() for x in (query, key, key.clone())]) == (
+            set_saves() and saved
+        )
 
     @pytest.mark.parametrize(("dim", "saved"), [(256, False), (257, True)])
     @pytest.mark.parametrize("key_len", [129, 3000])
     def test_a_handful_of_rows_of_many_dims_whose_heads_share_keys(self, key_len, dim, saved):
         tensors = latent(key_len=key_len, dim=dim)
-        assert saves(tensors, enable_gqa=True) == (SAVES and saved)
+        assert saves(tensors, enable_gqa=True) == (set_saves() and saved)
         heads_apart = [tensors[0], *(x.expand(-1, 8, -1, -1) for x in tensors[1:])]
         assert not saves(heads_apart)
 
@@ -138,10 +163,10 @@ class TestRule:
         """4 x 192 x 192 weights; 5 x 192 rows of 64 + 64 where the heads share a key head, else 8 x 192."""
         for key_heads, saved in ((1, False), (4, True)):
             heads = (4, key_heads, key_heads)
-            tensors = [torch.randn(1, n, 192, 64).bfloat16().requires_grad_() for n in heads]
-            assert saves(tensors, enable_gqa=True) == (SAVES and saved)
+            tensors = [torch.randn(1, n, 192, 64).to(DTYPE).requires_grad_() for n in heads]
+            assert saves(tensors, enable_gqa=True) == (set_saves() and saved)
 
-    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
     def test_not_of_other_dtypes(self, dtype):
         assert not saves(inputs(dtype=dtype))
 
@@ -158,7 +183,7 @@ class TestRule:
         output.sum().backward()
 
     def test_beside_lse(self):
-        assert saves(inputs(), op=attn_ext.sdpa_with_lse) == SAVES
+        assert saves(inputs(), op=attn_ext.sdpa_with_lse) == set_saves()
 
     def test_not_without_a_gradient(self):
         tensors = [x.detach() for x in inputs()]
@@ -168,15 +193,15 @@ class TestRule:
 
     def test_of_a_mask_that_alone_has_a_gradient(self):
         query, key, value = (x.detach() for x in inputs())
-        bias = torch.zeros(197, 197, dtype=torch.bfloat16, requires_grad=True)
-        assert saves((query, key, value), attn_mask=bias) == SAVES
+        bias = torch.zeros(197, 197, dtype=DTYPE, requires_grad=True)
+        assert saves((query, key, value), attn_mask=bias) == set_saves()
 
     def test_wrong_calls_are_refused_as_ever(self):
-        x = torch.randn(3, dtype=torch.bfloat16, requires_grad=True)
+        x = torch.randn(3, dtype=DTYPE, requires_grad=True)
         with pytest.raises(RuntimeError, match="attn_ext: expected query"):
             attn_ext.sdpa(x, x, x)
 
-    @only_where_saved
+    @pytest.mark.usefixtures("only_where_saved")
     def test_explain_says_it(self):
         assert "saved       620,944 bytes, weights for backward" in str(attn_ext.explain(*inputs()))
 
@@ -186,14 +211,14 @@ class TestRefusal:
         with attn_ext.save_weights_for_backward(False):
             assert not saves(inputs())
             with attn_ext.save_weights_for_backward(True):
-                assert saves(inputs()) == SAVES
+                assert saves(inputs()) == set_saves()
             assert not saves(inputs())
-        assert saves(inputs()) == SAVES
+        assert saves(inputs()) == set_saves()
         refusing = attn_ext.save_weights_for_backward(False)(saves)
         assert not refusing(inputs())
         with pytest.raises(ValueError, match="left"), attn_ext.save_weights_for_backward(False):
             raise ValueError("left")
-        assert saves(inputs()) == SAVES
+        assert saves(inputs()) == set_saves()
 
     def test_a_thread_has_its_own(self):
         seen = []
@@ -201,7 +226,7 @@ class TestRefusal:
             thread = threading.Thread(target=lambda: seen.append(saves(inputs())))
             thread.start()
             thread.join()
-        assert seen == [SAVES]
+        assert seen == [set_saves()]
 
     def test_a_decorated_function_runs_in_threads(self):
         """The first to begin is the first to end."""
@@ -225,12 +250,12 @@ class TestRefusal:
         for i, thread in enumerate(threads):
             leave[i].set()
             thread.join()
-        assert seen == {0: SAVES, 1: False}
+        assert seen == {0: set_saves(), 1: False}
 
     @pytest.mark.parametrize(("value", "allowed"), [("0", False), ("1", True)])
     def test_environment(self, value, allowed):
         program = (
-            "import torch, attn_ext; x = torch.randn(1, 1, 99, 64).bfloat16().requires_grad_();"
+            f"import torch, attn_ext; x = torch.randn(1, 1, 99, 64).to({DTYPE}).requires_grad_();"
             "print(attn_ext.explain(x, x, x).saved_bytes)"
         )
         run = subprocess.run(
@@ -240,7 +265,7 @@ class TestRefusal:
             text=True,
             check=True,
         )
-        assert int(run.stdout) == (99 * 99 * 2 if allowed and SAVES else 0)
+        assert int(run.stdout) == (99 * 99 * 2 if allowed and set_saves() else 0)
 
     @pytest.mark.parametrize("enabled", [0, None, "no"])
     def test_only_a_bool(self, enabled):
@@ -291,7 +316,7 @@ class TestResults:
             value=(2, 1, 300, 290),
             options={**case.options, "enable_gqa": True},
         )
-        assert_gradients_accurate("sdpa_with_lse", case.build(torch.bfloat16))
+        assert_gradients_accurate("sdpa_with_lse", case.build(DTYPE))
 
     @pytest.mark.parametrize("name", SHAPES)
     @pytest.mark.parametrize(
@@ -310,7 +335,7 @@ class TestResults:
     )
     @pytest.mark.parametrize("op", ["sdpa", "sdpa_with_lse"])
     def test_gradients_are_accurate(self, op, case, name):
-        assert_gradients_accurate(op, sized(case, name).build(torch.bfloat16))
+        assert_gradients_accurate(op, sized(case, name).build(DTYPE))
 
     @pytest.mark.parametrize("mask_shape", [(1,), (44, 1)])
     @pytest.mark.parametrize("key_len", [2, 40])
@@ -324,13 +349,13 @@ class TestResults:
             mask_shape=mask_shape,
             mask_dtype=torch.float32,
         )
-        assert_gradients_accurate("sdpa_with_lse", case.build(torch.bfloat16))
+        assert_gradients_accurate("sdpa_with_lse", case.build(DTYPE))
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     @pytest.mark.parametrize("name", ["tiles", "few_keys"])
     def test_gradients_of_any_layout_are_accurate(self, name, layout):
         case = sized(Case("", layout=layout), name)
-        assert_gradients_accurate("sdpa", case.build(torch.bfloat16))
+        assert_gradients_accurate("sdpa", case.build(DTYPE))
 
     @pytest.mark.parametrize("name", ["tiles", "few_keys"])
     def test_gradients_of_groups_and_broadcast_batches_are_accurate(self, name):
@@ -342,7 +367,7 @@ class TestResults:
             value=(2, 1, 2, key_len // 2, value_dim),
             options={"enable_gqa": True},
         )
-        assert_gradients_accurate("sdpa", case.build(torch.bfloat16))
+        assert_gradients_accurate("sdpa", case.build(DTYPE))
 
     @pytest.mark.parametrize("name", SHAPES)
     def test_bits_do_not_depend_on_threads_or_neighbours(self, name):
@@ -379,8 +404,8 @@ class TestResults:
 
     @pytest.mark.parametrize("where", ["grad_lse", "value"])
     def test_nan_shows_in_weights_that_are_0_for_want_of_range(self, where):
-        tensors = [torch.randn(1, 1, n, 64).bfloat16().requires_grad_() for n in (120, 300, 300)]
-        bias = torch.zeros(300, dtype=torch.bfloat16)
+        tensors = [torch.randn(1, 1, n, 64).to(DTYPE).requires_grad_() for n in (120, 300, 300)]
+        bias = torch.zeros(300, dtype=DTYPE)
         bias[140:] = -1e4
         if where == "value":
             tensors[2].data[0, 0, 3] = torch.nan
@@ -392,17 +417,17 @@ class TestResults:
         assert found[1].isnan().any(-1).all()
 
     def test_nan_shows_where_a_sink_takes_everything(self):
-        query, key, value = (torch.full((1, 1, 100, 64), x).bfloat16() for x in (-1.0, 14.0, 1.0))
+        query, key, value = (torch.full((1, 1, 100, 64), x).to(DTYPE) for x in (-1.0, 14.0, 1.0))
         sinks = torch.tensor([20.0])
         leaves = [x.requires_grad_() for x in (query, key, value)]
-        grad = torch.zeros(1, 1, 100, 64, dtype=torch.bfloat16)
+        grad = torch.zeros(1, 1, 100, 64, dtype=DTYPE)
         grad[0, 0, 5, 3] = torch.nan
         found = torch.autograd.grad(attn_ext.sdpa(*leaves, sinks=sinks), leaves, grad)
         with attn_ext.save_weights_for_backward(False):
             refused = torch.autograd.grad(attn_ext.sdpa(*leaves, sinks=sinks), leaves, grad)
         assert [x.isfinite().tolist() for x in found] == [x.isfinite().tolist() for x in refused]
 
-    @only_where_saved
+    @pytest.mark.usefixtures("only_where_saved")
     @pytest.mark.parametrize("name", SHAPES)
     def test_backward_reads_them(self, name):
         """Else all of the above would hold for nothing."""
@@ -445,7 +470,7 @@ class TestResults:
             output.backward()
 
     def test_vmap(self):
-        samples = [torch.randn(3, 2, 100, 64).bfloat16() for _ in range(3)]
+        samples = [torch.randn(3, 2, 100, 64).to(DTYPE) for _ in range(3)]
 
         def gradients(*sample):
             return torch.func.grad(lambda *x: attn_ext.sdpa(*x).float().square().sum(), (0, 1, 2))(*sample)
@@ -462,7 +487,7 @@ class TestResults:
             return counter.get_total_flops()
 
         product = 2 * 2 * 4 * 197 * 197 * 64
-        assert counted() == (6 if SAVES else 7) * product
+        assert counted() == (6 if set_saves() else 7) * product
         with attn_ext.save_weights_for_backward(False):
             assert counted() == 7 * product
 
@@ -492,12 +517,12 @@ class TestCompiled:
         class Attention(torch.nn.Module):
             def __init__(self):
                 super().__init__()
-                self.weight = torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+                self.weight = torch.nn.Parameter(torch.ones(64, dtype=DTYPE))
 
             def forward(self, x):
                 return attn_ext.sdpa(x * self.weight, x, x)
 
-        program = torch.export.export(Attention(), (torch.randn(1, 2, 197, 64).bfloat16(),))
+        program = torch.export.export(Attention(), (torch.randn(1, 2, 197, 64).to(DTYPE),))
         for graph in (program.graph, program.run_decompositions({}).graph):
             calls = [node for node in graph.nodes if "sdpa" in str(node.target)]
             assert calls
@@ -511,7 +536,7 @@ class TestInternalOp:
         ("change", "message"),
         [
             (lambda w: w[..., :-1], r"expected weights to have shape .*197, 197.*, but got"),
-            (lambda w: w.float(), r"expected weights of dtype BFloat16 .*, but got Float"),
+            (lambda w: w.float(), r"expected weights of dtype (BFloat16|Half) .*, but got Float"),
         ],
     )
     def test_weights_that_do_not_fit(self, change, message):

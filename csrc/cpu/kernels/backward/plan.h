@@ -2,6 +2,8 @@
 // the call has beside.
 #pragma once
 
+#include <type_traits>
+
 #include "../interface/backward.h"
 #include "../matrix/scheme.h"
 #include "chains.h"
@@ -42,10 +44,13 @@ ATTN_EXT_INLINE bool streams_key_gradients(const AttentionShape& shape) {
          rows * (shape.head_dim + shape.value_dim) * kSize >= kStreamedBytes;
 }
 
-// Products of pairs in registers are worth more to them than what it takes to write the weights in forward
-// and to read them here: for the others, exponentials and a product of five are worth less (docs/trials.md).
+// Weights of two bytes are written in forward, and read here, for less than what a product of five and the
+// exponentials take by vectors; not so weights of floats, nor where a matrix unit makes the products
+// (docs/trials.md).
 template <typename S>
-constexpr bool kReadsWeights = S::kPaired&& S::Product::kInRegisters;
+constexpr bool kReadsWeights = S::Product::kInRegisters &&
+                               (S::kPaired ||
+                                (std::is_same_v<typename S::Element, Float16> && S::kLane >= 16));
 
 // Rows of heads that would leave most columns of a tile idle, each head by itself, share them. With more rows
 // less is gained than the copies take where rows lie before heads.

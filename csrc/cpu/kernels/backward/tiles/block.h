@@ -22,8 +22,9 @@ constexpr int64_t kCellRows = S::Product::kInRegisters ? 4 * S::kTileRows : 2 * 
 // With a mask to be turned around, whole cache lines of it and whole squares of lanes.
 template <typename S>
 constexpr int64_t kMaskCellRows = S::Product::kInRegisters ? 48 : 64;
-// With P to be turned around in pairs, whole squares of those.
-constexpr int64_t kSavedCellRows = 96;
+// With P to be turned around, in pairs perhaps, whole squares of those.
+template <typename S>
+constexpr int64_t kSavedCellRows = S::kPaired ? 96 : kMaskCellRows<S>;
 constexpr int64_t kMaxBackwardKeys = 512;
 constexpr int64_t kMaxBackwardQueries = 512;
 constexpr int64_t kMaxPanels = kMaxBackwardQueries / 4;
@@ -38,7 +39,8 @@ struct KeyQueryScratch {
   Operand* grads_left;    // the same for dS; wide: the grads
   Operand* grads_right;   // (query panels, depth of keys, kPanel): dS as a right operand; not there when wide
   T* bias;                // (cell keys, kPanel): mask or bias in units of log2
-  Operand* saved_weights;  // (cell keys / 2, kPanel): P of the forward pass, in pairs of neighbouring keys
+  Operand* saved_weights;  // (cell keys / 2, kPanel): P of the forward pass, in pairs of neighbouring keys;
+                           // not there when wide
   T* weight_grads;         // (cell keys, kPanel): dW
   T* cap_slope;            // (cell keys, kPanel): 1 - tanh^2
   T* keep;                 // (keys, kPanel): dropout factors of a panel
@@ -54,7 +56,7 @@ KeyQueryScratch<S> take_key_query_scratch(Arena& arena, const BackwardParams& pa
   using Operand = typename S::Operand;
   KeyQueryScratch<S> s{};
   const int64_t cell =
-      (larger(larger(kCellRows<S>, kMaskCellRows<S>), kSavedCellRows) + S::kLane) * S::kPanel;
+      (larger(larger(kCellRows<S>, kMaskCellRows<S>), kSavedCellRows<S>) + S::kLane) * S::kPanel;
   const int64_t step = S::kLane * S::kDepth;
   int64_t padded = queries + step;  // off the powers of two that share cache sets
   if ((padded & (padded - 1)) == 0) padded += step;
@@ -73,7 +75,7 @@ KeyQueryScratch<S> take_key_query_scratch(Arena& arena, const BackwardParams& pa
     s.grads = s.grads_left;
   }
   if (params.rule.mask_kind != ScalarKind::kNone) s.bias = take<T>(arena, cell);
-  if (params.weights.data != nullptr) s.saved_weights = take<Operand>(arena, cell);
+  if (S::kPaired && params.weights.data != nullptr) s.saved_weights = take<Operand>(arena, cell);
   if (params.grad_weights.data != nullptr) s.weight_grads = take<T>(arena, cell);
   if (params.rule.softcap > 0) s.cap_slope = take<T>(arena, cell);
   if (params.dropout.enabled) s.keep = take<T>(arena, (keys + 2 * kDropoutColumns) * S::kPanel);
@@ -92,7 +94,7 @@ struct BlockPart {
 // Keys of a cell.
 template <typename S>
 int64_t cell_rows_of(const BackwardParams& params) {
-  if (kReadsWeights<S> && params.weights.data != nullptr) return kSavedCellRows;
+  if (kReadsWeights<S> && params.weights.data != nullptr) return kSavedCellRows<S>;
   return params.rule.mask_kind == ScalarKind::kNone ? kCellRows<S> : kMaskCellRows<S>;
 }
 
@@ -266,6 +268,15 @@ class KeyQueryBlock {
 
   // saved_weights.h
   RowsAhead weights_ahead(int64_t cell, int64_t panel) const;
+  // P of the forward pass, turned around: of key r of the cell and, in pairs, of its neighbour. Where nothing
+  // is paired it lies where scores would.
+  Operand* saved_row(int64_t cell, int64_t panel, int64_t r) const {
+    if constexpr (S::kPaired) {
+      return s_.saved_weights + (r - cell) / S::kDepth * S::kPanel;
+    } else {
+      return score_row(cell, panel, r);
+    }
+  }
   void load_weights_cell(int64_t cell, int64_t panel) const;
   void run_saved_cell(int64_t cell, int64_t panel);
   template <bool Select>

@@ -11,7 +11,7 @@ RowsAhead KeyQueryBlock<S>::weights_ahead(int64_t cell, int64_t panel) const {
   return rows_ahead(params_.weights, params_.weights.data, sizeof(Element), cell, panel);
 }
 
-// P of the cell, of keys as they lie: two neighbours go as one through the turn.
+// P of the cell, of keys as they lie: those of a pair go as one through the turn.
 template <typename S>
 void KeyQueryBlock<S>::load_weights_cell(int64_t cell, int64_t panel) const {
   const int64_t key = key_first_ + cell, stride = params_.weights.row_stride;
@@ -19,6 +19,7 @@ void KeyQueryBlock<S>::load_weights_cell(int64_t cell, int64_t panel) const {
   const Element* weights =
       row_pointer<const Element>(params_.weights, batch_, head_, query_first_ + panel) + key;
   constexpr int64_t kKeys = S::kLane * S::kDepth;
+  const int64_t out_stride = S::kPaired ? S::kPanel : s_.score_stride;
   for (int64_t k = 0; k < cell_rows(cell); k += kKeys) {
     const int64_t present = smaller(kKeys, params_.shape.key_len - key - k);
     for (int64_t q = 0; q < panel_width(panel); q += S::kLane) {
@@ -36,9 +37,9 @@ void KeyQueryBlock<S>::load_weights_cell(int64_t cell, int64_t panel) const {
         }
       }
       transpose_square<T>(square);
-      Operand* out = s_.saved_weights + k / S::kDepth * S::kPanel + q;
+      Operand* out = saved_row(cell, panel, cell + k) + q;
 #pragma GCC unroll 16
-      for (int64_t i = 0; i < S::kLane; ++i) store(out + i * S::kPanel, (Vec<Operand>)square[i]);
+      for (int64_t i = 0; i < S::kLane; ++i) store(out + i * out_stride, (Vec<Operand>)square[i]);
     }
   }
 }
@@ -52,9 +53,11 @@ void KeyQueryBlock<S>::run_saved_cell(int64_t cell, int64_t panel) {
   }
   load_weights_cell(cell, panel);
   const bool whole = is_whole(cell, panel);
-  if (whole && (!mask_grad_.wanted() || mask_pairs_)) {
-    return mask_by_key_ || select_all_ ? saved_paired_cell<true>(cell, panel)
-                                       : saved_paired_cell<false>(cell, panel);
+  if constexpr (S::kPaired) {
+    if (whole && (!mask_grad_.wanted() || mask_pairs_)) {
+      return mask_by_key_ || select_all_ ? saved_paired_cell<true>(cell, panel)
+                                         : saved_paired_cell<false>(cell, panel);
+    }
   }
   saved_rows(cell, panel);
   if (!whole) clear_outside(cell, panel);
@@ -62,9 +65,14 @@ void KeyQueryBlock<S>::run_saved_cell(int64_t cell, int64_t panel) {
   pair_cell(cell, panel);
 }
 
-// Of a pair of weights, that of the first key or of the second.
-ATTN_EXT_INLINE Vec<float> weight_of_pair(Vec<uint32_t> pair, int second) {
-  return (Vec<float>)(second != 0 ? pair & 0xffff0000u : pair << 16);
+// Of a key of the cell, from those of a pair.
+template <typename S>
+ATTN_EXT_INLINE Vec<typename S::Accum> saved_weight(Vec<typename S::Operand> weights, int64_t key) {
+  if constexpr (S::kPaired) {
+    return (Vec<typename S::Accum>)(key % 2 != 0 ? weights & 0xffff0000u : weights << 16);
+  } else {
+    return weights;
+  }
 }
 
 template <bool Select, typename T>
@@ -80,7 +88,7 @@ void KeyQueryBlock<S>::saved_paired_cell(int64_t cell, int64_t panel) {
   const T* delta = queries_.terms.delta + panel;
   const auto make = [&](int64_t r, int k, int64_t i, Vec<T>& weight, Vec<T>& grad)
       __attribute__((always_inline)) {
-    weight = weight_of_pair(load(s_.saved_weights + (r - cell) / 2 * S::kPanel + i), k);
+    weight = saved_weight<S>(load(saved_row(cell, panel, r) + i), k);
     grad = grad_of_weight<Select, T>(weight, load(grad_row(cell, panel, r + k) + i), load(delta + i));
   };
   make_pairs_of_cell(cell, panel, make);
@@ -91,12 +99,12 @@ template <typename S>
 void KeyQueryBlock<S>::saved_rows(int64_t cell, int64_t panel) const {
   for (int64_t r = cell; r < cell + cell_rows(cell); ++r) {
     const Range span = panel_span(round_down(r, S::kTileRows), panel);
-    const Operand* pairs = s_.saved_weights + (r - cell) / 2 * S::kPanel;
+    const Operand* saved = saved_row(cell, panel, r);
     T* weights = score_row(cell, panel, r);
     T* grads = grad_row(cell, panel, r);
     for (int64_t i = span.begin; i < span.end; i += S::kLane) {
-      const Vec<T> weight = weight_of_pair(load(pairs + i), static_cast<int>((r - cell) & 1));
-      store(weights + i, weight);
+      const Vec<T> weight = saved_weight<S>(load(saved + i), r - cell);
+      if constexpr (S::kPaired) store(weights + i, weight);
       store(grads + i,
             grad_of_weight<true, T>(weight, load(grads + i), load(queries_.terms.delta + panel + i)));
     }
