@@ -14,13 +14,13 @@ class save_weights_for_backward(ContextDecorator):
     With them, backward makes neither scores nor exponentials again. It is allowed unless the environment
     variable ``ATTN_EXT_SAVE_WEIGHTS`` is 0, and happens where all of this holds:
 
-    - a gradient is wanted, and query, key and value are on the CPU: bfloat16 where the instruction set
-      multiplies pairs of it in vectors, ``avx512_bf16`` or ``neon_bf16``, or float16 where its vectors are of
-      512 bits, ``avx512``, ``avx512_bf16`` or ``amx``;
+    - a gradient is wanted, and query, key and value are on the CPU, of two bytes each, and multiplied by
+      vectors of pairs or of 512 bits: bfloat16 on the instruction sets ``avx512``, ``avx512_bf16`` and
+      ``neon_bf16``, float16 on ``avx512``, ``avx512_bf16`` and ``amx``;
     - the weights, in the same dtype, take no more memory than query, key, value and output together (``Lk``
       up to 4 ``D`` where ``Lq`` is ``Lk``);
-    - ``Lk`` is at most 1024 and ``Lq`` at least 17 (21 in float16), or ``D`` is more than 256 and several
-      query heads of up to 16 rows share each key head (latent attention);
+    - ``Lk`` is at most 1024 and ``Lq`` at least 21 (17 in bfloat16 on ``avx512_bf16`` and ``neon_bf16``), or
+      ``D`` is more than 256 and several query heads of up to 16 rows share each key head (latent attention);
     - there is neither dropout nor softcap, and all sizes are known when the call is made, or traced.
 
     Memory is counted by shapes, as if nothing were broadcast but the keys of a group. Packed sequences and

@@ -18,7 +18,7 @@ from attn_ext.testing import LAYOUTS, Case, assert_gradients_accurate, on_thread
 OPS = torch.ops.attn_ext
 #: The instruction sets that save weights of a dtype. Each test runs for all of these, as DTYPE.
 SAVING = {
-    torch.bfloat16: ("avx512_bf16", "neon_bf16"),
+    torch.bfloat16: ("avx512", "avx512_bf16", "neon_bf16"),
     torch.float16: ("avx512", "avx512_bf16", "amx"),
 }
 DTYPE = torch.bfloat16

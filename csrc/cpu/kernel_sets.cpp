@@ -55,6 +55,7 @@ const KernelTable* amx_kernels() {
     KernelTable kernels = avx512::kKernels;
     take_ways(kernels.forward[kBFloat16Kernels], amx::kKernels.forward[kBFloat16Kernels]);
     take_ways(kernels.backward[kBFloat16Kernels], amx::kKernels.backward[kBFloat16Kernels]);
+    kernels.saves_weights[kBFloat16Kernels] = amx::kKernels.saves_weights[kBFloat16Kernels];
     return kernels;
   }();
   return &table;

@@ -2,8 +2,6 @@
 // the call has beside.
 #pragma once
 
-#include <type_traits>
-
 #include "../interface/backward.h"
 #include "../matrix/scheme.h"
 #include "chains.h"
@@ -48,9 +46,7 @@ ATTN_EXT_INLINE bool streams_key_gradients(const AttentionShape& shape) {
 // exponentials take by vectors; not so weights of floats, nor where a matrix unit makes the products
 // (docs/trials.md).
 template <typename S>
-constexpr bool kReadsWeights = S::Product::kInRegisters &&
-                               (S::kPaired ||
-                                (std::is_same_v<typename S::Element, Float16> && S::kLane >= 16));
+constexpr bool kReadsWeights = S::kShortElements;
 
 // Rows of heads that would leave most columns of a tile idle, each head by itself, share them. With more rows
 // less is gained than the copies take where rows lie before heads.

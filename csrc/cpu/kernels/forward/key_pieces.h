@@ -71,12 +71,12 @@ class KeyPieces {
                      window_keys(params.rule, shape.key_len, shape.query_len - 1).end};
     return is_empty(seen) ? Range{0, 0} : seen;
   }
-  // Pairs that are read where they lie have to be made of two rows of values for every few query rows anew,
-  // and the lanes of a dot product be summed, which more dims make up for. Others gain nothing
-  // (docs/trials.md).
+  // Elements of two bytes that are read where they lie have to be made floats, or pairs of two rows of
+  // values, for every few query rows anew, and the lanes of a dot product be summed, which more dims make up
+  // for. Floats gain little or nothing (docs/trials.md).
   static bool shares_packs(const ForwardParams& params) {
     const AttentionShape& shape = params.shape;
-    return S::kPaired && S::Product::kInRegisters && group_size(shape) * shape.query_len >= kSharedRows &&
+    return S::kShortElements && group_size(shape) * shape.query_len >= kSharedRows &&
            shape.head_dim % (S::kLane * S::kDepth) == 0 && shape.head_dim <= kLatentDim;
   }
   PackedHead<S> pack_piece(int64_t batch, int64_t key_head, Range keys) const;

@@ -21,6 +21,10 @@ struct Scheme {
   static constexpr int64_t kSpan = larger(kLane, kDepth* kDepthStep);
   static constexpr bool kPaired =
       kDepth == 2;  // operands are pairs: P and dS are rounded and paired on the way
+  // Two bytes each, multiplied by vectors: in pairs, or as floats in vectors of 512 bits. To read or write
+  // one more takes little beside its products.
+  static constexpr bool kShortElements =
+      Product::kInRegisters && (kPaired || (sizeof(Element) == 2 && kLane >= 16));
 };
 
 // The same elements, multiplied as numbers of the type of their sums.
