@@ -19,8 +19,9 @@ class save_weights_for_backward(ContextDecorator):
       ``neon_bf16``, float16 on ``avx512``, ``avx512_bf16`` and ``amx``;
     - the weights, in the same dtype, take no more memory than query, key, value and output together (``Lk``
       up to 4 ``D`` where ``Lq`` is ``Lk``);
-    - ``Lk`` is at most 1024 and ``Lq`` at least 21 (17 in bfloat16 on ``avx512_bf16`` and ``neon_bf16``), or
-      ``D`` is more than 256 and several query heads of up to 16 rows share each key head (latent attention);
+    - ``Lk`` is at most 1024 and ``Lq`` at least 17 (beyond 128 keys of wide heads that are not multiplied in
+      pairs, 21), or ``D`` is more than 256 and several query heads of up to 16 rows share each key head
+      (latent attention);
     - there is neither dropout nor softcap, and all sizes are known when the call is made, or traced.
 
     Memory is counted by shapes, as if nothing were broadcast but the keys of a group. Packed sequences and
