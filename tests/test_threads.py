@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import platform
@@ -132,6 +133,7 @@ def raw(results: list[list[Tensor]]) -> list[list[bytes]]:
 @contextlib.contextmanager
 def children_that_hang_say_where():
     """What children of a fork are at when the test fails is in its report; they are ended then."""
+    gc.collect()  # in a child, what earlier tests left could wait for threads that are not there
     faulthandler.register(signal.SIGUSR1, sys.__stderr__)
     try:
         yield
