@@ -21,6 +21,7 @@ template <typename S>
 bool has_small_heads(const BackwardParams& params) {
   const AttentionShape& shape = params.shape;
   const ScoreRule& rule = params.rule;
+  if (kReadsWeights<S> && params.weights.data != nullptr) return false;
   if (S::kPaired || shape.query_len > kSmallRows || shape.key_len > kSmallKeys || shape.query_len == 0 ||
       shape.key_len == 0 || shape.query_heads != shape.key_heads) {
     return false;
