@@ -22,7 +22,8 @@ class save_weights_for_backward(ContextDecorator):
     - ``Lk`` is at most 1024 and ``Lq`` at least 17 (beyond 128 keys of wide heads that are not multiplied in
       pairs, 21), or ``D`` is more than 256 and several query heads of up to 16 rows share each key head
       (latent attention);
-    - there is neither dropout nor softcap, nor sinks in float16, and all sizes are known when the call is made, or traced.
+    - there is neither dropout nor softcap, nor sinks in float16, and all sizes are known when the call is
+      made, or traced.
 
     Memory is counted by shapes, as if nothing were broadcast but the keys of a group. Packed sequences and
     calls that return weights or key mass save none. :func:`attn_ext.explain` tells of a call with tensors of
