@@ -48,6 +48,7 @@ SHAPES = {
     "few_keys": (49, 49, 32, 32),
     "few_keys_of_many_rows": (500, 77, 40, 40),
     "few_keys_odd": (19, 23, 17, 9),
+    "few_keys_of_many_dims": (8, 8, 320, 320),
 }
 CALLS = {
     "plain": {},
