@@ -171,6 +171,32 @@ class TestRule:
         heads_apart = [tensors[0], *(x.expand(-1, 8, -1, -1) for x in tensors[1:])]
         assert not saves(heads_apart)
 
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"is_causal": True, "query_offset": 179},
+            {"window_left": 90},
+            {"attn_mask": torch.arange(197) < 160},
+            {"attn_mask": torch.linspace(-2, 2, 4 * 197).view(4, 1, 197)},
+            {"sinks": torch.tensor([0.5, -1.0, 0.0, 3.0])},
+        ],
+        ids=lambda options: "_".join(options) or "plain",
+    )
+    @pytest.mark.parametrize("query_len", [18, 30])
+    def test_what_is_saved_is_read(self, query_len, options):
+        """18 rows are few where vectors are of floats; joined with those of their group they are not."""
+        sizes = ((4, query_len), (2, 197), (2, 197))
+        tensors = [torch.randn(1, *size, 64).to(DTYPE).requires_grad_() for size in sizes]
+        options = {"enable_gqa": True, **options}
+        saved = attn_ext.explain(*tensors, **options).saved_bytes > 0
+        output = attn_ext.sdpa(*tensors, **options)
+        with attn_ext.save_weights_for_backward(False):
+            again = attn_ext.sdpa(*tensors, **options)
+        grad = torch.randn_like(output)
+        pair = [torch.autograd.grad(x, tensors, grad) for x in (output, again)]
+        assert saved != all(torch.equal(a, b) for a, b in zip(*pair, strict=True))
+
     def test_groups_count_their_keys_once(self):
         """4 x 192 x 192 weights; 5 x 192 rows of 64 + 64 where the heads share a key head, else 8 x 192."""
         for key_heads, saved in ((1, False), (4, True)):

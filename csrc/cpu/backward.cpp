@@ -226,7 +226,7 @@ SdpaInputs backward_cpu(const SdpaOutputs& grads, const SdpaArgs& args, const Sa
   const IncomingGrads incoming(grads, dtype);
   const OutgoingGrads outgoing(args, wanted, inputs);
   const SavedRows rows(saved, accumulation_dtype(dtype),
-                       kernels_of(table->saves_weights, dtype)(inputs.params.shape));
+                       kernels_of(table->saves_weights, dtype)(inputs.params.shape, true));
   const BackwardParams params = params_of(inputs, incoming, outgoing, rows);
   const auto bytes_of = [](const at::Tensor& t) {
     return t.defined() ? static_cast<int64_t>(t.element_size()) : 0;

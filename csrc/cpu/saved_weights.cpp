@@ -54,6 +54,20 @@ std::optional<std::array<int64_t, 3>> sizes_of(const at::Tensor& tensor) {
   return sizes;
 }
 
+/// can_join_heads() of the backward kernels, as far as it shows before there are gradients.
+bool can_join_heads(const SdpaArgs& args, int64_t query_len) {
+  const bool has_window = args.is_causal || args.window_left.has_value() || args.window_right.has_value();
+  if (has_window || args.sinks.defined()) {
+    return false;
+  }
+  if (!args.attn_mask.defined()) {
+    return true;
+  }
+  const auto sizes = sizes_of(args.attn_mask);
+  return sizes.has_value() && !args.attn_mask.requires_grad() && (*sizes)[0] == 1 &&
+         ((*sizes)[1] == 1 || query_len == 1);
+}
+
 }  // namespace
 
 bool saves_weights(const SdpaArgs& args) {
@@ -79,7 +93,8 @@ bool saves_weights(const SdpaArgs& args) {
   shape.key_len = (*key)[1];
   shape.head_dim = (*query)[2];
   shape.value_dim = (*value)[2];
-  return kernels_of(table->saves_weights, args.query.scalar_type())(shape);
+  return kernels_of(table->saves_weights, args.query.scalar_type())(shape,
+                                                                    can_join_heads(args, shape.query_len));
 }
 
 }  // namespace cpu

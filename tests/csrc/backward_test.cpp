@@ -449,8 +449,8 @@ void run_case(const cpu::KernelSet& isa, const Case& base, ScalarKind dtype) {
   };
   check_threads(got, "");
   check_small_heads(c, *isa.kernels, in, got, name);
-  if (isa.kernels->saves_weights[dtype_row(dtype)](kSavingShape) && c.dropout == 0 && c.rule.softcap == 0 &&
-      !c.given) {
+  if (isa.kernels->saves_weights[dtype_row(dtype)](kSavingShape, true) && c.dropout == 0 &&
+      c.rule.softcap == 0 && !c.given) {
     save_weights(c, in);
     const Gradients from_weights = run(c, *isa.kernels, in, 1);
     compare_all(from_weights, " from weights");

@@ -19,9 +19,9 @@ using BFloat16Scheme = Scheme<BFloat16, PlainProduct<float>>;
 
 // What is saved takes no more memory than the rows of query, key, value and output that it belongs to.
 template <typename S>
-bool saves_weights(const AttentionShape& shape) {
+bool saves_weights(const AttentionShape& shape, bool can_join) {
   if (!kReadsWeights<S> || shape.key_heads == 0) return false;
-  const BackwardPath path = path_of_shape<S>(shape);
+  const BackwardPath path = path_of_shape<S>(shape, can_join);
   const int64_t rows = group_size(shape) * shape.query_len;
   return (path == BackwardPath::kTiles || path == BackwardPath::kJoinedHeads ||
           path == BackwardPath::kFewKeys) &&

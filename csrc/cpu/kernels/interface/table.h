@@ -12,8 +12,9 @@ struct KernelTable {
   ForwardWays forward[kKernelDtypes];
   BackwardWays backward[kKernelDtypes];
   // Whether weights are worth saving from the forward pass, which has the same bits whether or not it writes
-  // them, for a backward pass that else makes them again.
-  bool (*saves_weights[kKernelDtypes])(const AttentionShape&);
+  // them, for a backward pass that else makes them again; can_join: in which nothing tells the rows of a
+  // group's heads apart.
+  bool (*saves_weights[kKernelDtypes])(const AttentionShape&, bool can_join);
 };
 
 // One for each instruction set that CMake compiles; the names are those of the table in CMake.
