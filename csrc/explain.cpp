@@ -67,8 +67,15 @@ PathText text_of(cpu::ForwardPath path) {
       return {"online", "many keys: blocks of them with a running maximum and sum"};
     case cpu::ForwardPath::kSplit:
       return {"split", "few query rows, many keys: pieces of the keys apart, then merged"};
+    case cpu::ForwardPath::kUnitRows:
+      return {"unit-rows",
+              "a handful of query rows, by a matrix unit: keys and values are read once, in place, or packed "
+              "where many "
+              "rows read them"};
     default:
-      return {"few-rows", "a handful of query rows: keys and values are read once, in place"};
+      return {"few-rows",
+              "a handful of query rows: keys and values are read once, in place, or packed where many rows "
+              "read them"};
   }
 }
 

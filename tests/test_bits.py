@@ -119,16 +119,21 @@ def test_a_row_has_the_same_bits_beside_any_batch_and_heads(call, query_len, key
 
 
 @by_dtype
-@pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (24, 20), (67, 40)])
+@pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (24, 20), (67, 40), (128, 100), (160, 8)])
 @pytest.mark.parametrize("query_len", [1, 5, 8, 16])
 def test_bits_of_a_few_rows_do_not_depend_on_how_keys_and_values_lie(query_len, dim, value_dim, dtype):
     query, key, value = (
         torch.randn(2, 3, length, columns, dtype=dtype, requires_grad=True)
         for length, columns in ((query_len, dim), (471, dim), (471, value_dim))
     )
-    across = [x.detach().mT.contiguous().mT.requires_grad_() for x in (key, value)]
-    for a, b in zip(everything((query, key, value), {}), everything((query, *across), {}), strict=True):
-        assert torch.equal(a, b)
+    expected = everything((query, key, value), {})
+    for key_across, value_across in ((True, True), (True, False), (False, True)):
+        laid = (
+            x.detach().mT.contiguous().mT.requires_grad_() if across else x
+            for x, across in ((key, key_across), (value, value_across))
+        )
+        for a, b in zip(everything((query, *laid), {}), expected, strict=True):
+            assert torch.equal(a, b)
 
 
 SHARED_KEYS = {
@@ -168,19 +173,57 @@ def test_a_few_rows_have_the_same_bits_in_a_large_group(call, dim, bad, dtype):
             torch.testing.assert_close(alone, expected, rtol=0, atol=0, equal_nan=True)
 
 
+ACROSS = {
+    "rows": lambda x: x,
+    "transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "across": lambda x: x.mT.contiguous().mT,
+}
+
+
 @by_dtype
-@pytest.mark.parametrize("page_size", [16, 5])
-@pytest.mark.parametrize("cache_dtype", [None, torch.int8])
-def test_a_few_rows_have_the_same_bits_in_a_large_group_over_pages(cache_dtype, page_size, dtype):
-    query = torch.randn(2, 20, 4, 64).to(dtype)
-    cache = attn_ext.KeyValueCache(
-        2, 480, num_heads=1, head_dim=64, page_size=page_size, dtype=cache_dtype or dtype
+@pytest.mark.parametrize(
+    ("query_len", "dim", "value_dim"), [(1, 128, 128), (1, 160, 8), (2, 64, 100), (3, 96, 40), (7, 32, 72)]
+)
+@pytest.mark.parametrize("size", [1.0, 1e-38])  # of the values: products that are subnormal, too
+@pytest.mark.parametrize("layout", ACROSS)
+def test_a_row_has_the_same_bits_in_groups_of_any_size(layout, size, query_len, dim, value_dim, dtype):
+    query = torch.randn(2, 40, query_len, dim).to(dtype)
+    key, value = (
+        ACROSS[layout](torch.randn(2, 1, 555, columns).to(dtype) * scale)
+        for columns, scale in ((dim, 1.0), (value_dim, size))
     )
-    rows = torch.randn(2, 1, 471, 64).to(dtype)
+    whole = attn_ext.sdpa_with_lse(query, key, value, enable_gqa=True)
+    for heads in (slice(0, 1), slice(2, 4), slice(32, 40)):
+        part = attn_ext.sdpa_with_lse(query[:, heads], key, value, enable_gqa=True)
+        assert all(torch.equal(a, b[:, heads]) for a, b in zip(part, whole, strict=True))
+
+
+@by_dtype
+def test_subnormal_numbers_are_numbers_after_a_call(dtype):
+    query, key, value = (torch.randn(1, 2, length, 128).to(dtype) for length in (1, 555, 555))
+    attn_ext.sdpa(query, key, value)
+    assert torch.tensor(1e-40) * 0.5 != 0
+
+
+@by_dtype
+@pytest.mark.parametrize("page_size", [32, 16, 5])
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8])
+@pytest.mark.parametrize(("query_len", "dim"), [(4, 64), (1, 128)])
+def test_a_few_rows_have_the_same_bits_in_a_large_group_over_pages(
+    query_len, dim, cache_dtype, page_size, dtype
+):
+    query = torch.randn(2, 100, query_len, dim).to(dtype)
+    cache = attn_ext.KeyValueCache(
+        2, 480, num_heads=1, head_dim=dim, page_size=page_size, dtype=cache_dtype or dtype
+    )
+    rows = torch.randn(2, 1, 471, dim).to(dtype)
     cache.append(rows, rows.flip(2))
     whole = cache.attend(query, enable_gqa=True)
-    for heads in (slice(0, 2), slice(19, 20)):
+    for heads in (slice(0, 2), slice(99, 100)):
         assert torch.equal(cache.attend(query[:, heads], enable_gqa=True), whole[:, heads])
+    if cache_dtype is None:
+        last_rows = {"is_causal": True, "query_offset": 471 - query_len, "enable_gqa": True}
+        assert torch.equal(attn_ext.sdpa(query, rows, rows.flip(2), **last_rows), whole)
 
 
 @by_dtype

@@ -524,6 +524,49 @@ std::vector<Case> cases() {
       c.placement.order = "bhcr";
     });
   }
+  // As a matrix unit makes them: rows of its own keys, and of many heads on one.
+  for (const char* layout : {"bhrc", "brhc", "bhcr"}) {
+    for (const int64_t lq : {1, 3, 7}) {
+      for (const int64_t value_dim : {8, 40, 128}) {
+        const std::string size = std::to_string(lq) + " " + layout + " " + std::to_string(value_dim);
+        add("", [&](Case& c) {
+          sized(c, lq, 333, 128, value_dim);
+          c.placement.order = layout;
+          c.name = "whole steps " + size;
+        });
+        add("", [&](Case& c) {
+          sized(c, lq, 300, 64, value_dim);
+          c.query_heads = 24;
+          c.batch = 2;
+          c.threads = 3;
+          c.rule.window_right = 0;
+          c.rule.query_offset = 280;
+          c.rule.window_left = 150;
+          c.placement.order = layout;
+          c.name = "whole steps, group, window " + size;
+        });
+        add("", [&](Case& c) {
+          sized(c, lq, 555, 128, value_dim);
+          c.query_heads = lq == 1 ? 12 : 2;
+          c.poison_values = 5;
+          c.mask = "rc";
+          c.mask_density = 0.5;
+          c.placement.order = layout;
+          c.name = "whole steps, poison " + size;
+        });
+        add("", [&](Case& c) {
+          sized(c, lq, 291, 160, value_dim);
+          c.dropout = 0.2;
+          c.mask = "rc";
+          c.mask_density = 0.02;
+          c.sinks = true;
+          c.placement.order = layout;
+          c.placement.edge = Edge::kStart;
+          c.name = "whole steps, dropout " + size;
+        });
+      }
+    }
+  }
   for (const int64_t lk : {90, 1300}) {
     for (const int64_t lq : {3, 25, 60}) {
       const std::string size = std::to_string(lq) + "x" + std::to_string(lk);

@@ -9,6 +9,7 @@
 #include "shared.h"
 #include "stored.h"
 #include "streamed.h"
+#include "unit_rows.h"
 #include "visible.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
@@ -21,6 +22,9 @@ constexpr Way<ForwardParams, ForwardPlan> forward_way(ForwardPath path) {
       return {AllKeys<S>::plan, AllKeys<S>::tasks, AllKeys<S>::run};
     case ForwardPath::kFewRows:
       if (!S::Product::kInRegisters) return {};
+      return {KeyPieces<S>::plan, KeyPieces<S>::tasks, KeyPieces<S>::run};
+    case ForwardPath::kUnitRows:
+      if (S::Product::kInRegisters) return {};
       [[fallthrough]];
     case ForwardPath::kSplit:
       return {KeyPieces<S>::plan, KeyPieces<S>::tasks, KeyPieces<S>::run};

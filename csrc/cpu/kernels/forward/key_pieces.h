@@ -13,7 +13,6 @@
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
 constexpr int64_t kSplitPieceKeys = 512;
-constexpr int64_t kFewRowsPieceKeys = 256;
 // So many rows of a group are worth packing what they read, where a head has few.
 constexpr int64_t kSharedRows = 64;
 constexpr int64_t kTasksPerThread = 8;  // at least, of a handful of rows, if there are as many pieces
@@ -82,6 +81,8 @@ class KeyPieces {
   PackedHead<S> pack_piece(int64_t batch, int64_t key_head, Range keys) const;
   void add_key_mass(int64_t batch, int64_t key_head, int64_t piece) const;
   void run_piece(int64_t batch, int64_t key_head, int64_t piece);
+  // Whether the rows of the last piece that was run are those of this head, all in one block.
+  bool has_rows_of(int64_t batch, int64_t key_head);
   void keep_rows(int64_t batch, int64_t rows, int64_t piece) const {
     const int64_t width = query_.output_stride;
     for (int64_t r = 0; r < rows; ++r) {
@@ -129,20 +130,27 @@ class KeyPieces {
   T* const shared_;
   Arena arena_;
   const QueryScratch<S> query_;
+  int64_t batch_of_rows_ = -1, head_of_rows_ = -1;
 };
 
 template <typename S>
 void KeyPieces<S>::plan(const ForwardParams& params, int threads, ForwardPlan& plan) {
   const AttentionShape& shape = params.shape;
   const int64_t key_units = shape.batch * shape.key_heads, query_units = shape.batch * shape.query_heads;
-  const bool few_rows = plan.path == ForwardPath::kFewRows;
+  const bool by_unit = plan.path == ForwardPath::kUnitRows;
+  const bool few_rows = plan.path == ForwardPath::kFewRows || by_unit;
   plan.pieces.keys = plan.block_keys = few_rows ? kFewRowsPieceKeys : kSplitPieceKeys;
   const Range keys = keys_to_visit(params);
   plan.pieces.first = keys.begin / plan.pieces.keys;
   plan.pieces.count = larger(1, ceil_div(keys.end, plan.pieces.keys) - plan.pieces.first);
   plan.block_rows = block_height<S>(shape.query_len * group_size(shape), 1);
   plan.value_in_place = values_lie_packed<S>(params);
-  plan.pieces.packed = !few_rows || shares_packs(params);
+  plan.pieces.packs_keys = plan.pieces.packs_values = !few_rows || (!by_unit && shares_packs(params));
+  if (by_unit) {
+    const bool many = shape.query_len * group_size(shape) > kUnitRows;
+    plan.pieces.packs_keys = many || params.key.column_stride != 1;
+    plan.pieces.packs_values = many || !unit_reads_in_place<S>(params);
+  }
   plan.rounds = 3;
   if (query_units == 0 || shape.query_len == 0) return;
 
@@ -162,19 +170,32 @@ void KeyPieces<S>::plan(const ForwardParams& params, int threads, ForwardPlan& p
   }
   Arena scratch{nullptr, 0};
   take_query_scratch<S>(scratch, params, plan);
-  if (plan.pieces.packed) take_packed_head<S>(params, plan, scratch, plan.pieces.keys);
+  if (plan.pieces.packs_keys || plan.pieces.packs_values)
+    take_packed_head<S>(params, plan, scratch, plan.pieces.keys);
   plan.thread_bytes = scratch.used;
 }
 
 template <typename S>
 PackedHead<S> KeyPieces<S>::pack_piece(int64_t batch, int64_t key_head, Range keys) const {
   PackedHead<S> packed{};
-  if (!plan_.pieces.packed) return packed;
+  if (!plan_.pieces.packs_keys && !plan_.pieces.packs_values) return packed;
   Arena arena = arena_;
   packed = take_packed_head<S>(params_, plan_, arena, plan_.pieces.keys);
   set_head(params_, plan_, packed, batch, key_head, keys.begin);
-  pack_head(params_, plan_, packed, batch, key_head, keys, query_.stored_rows);
+  if (plan_.pieces.packs_keys) pack_keys(params_, plan_, packed, batch, key_head, keys, query_.stored_rows);
+  if (plan_.pieces.packs_values) {
+    pack_values(params_, plan_, packed, batch, key_head, keys, query_.stored_rows);
+  }
   return packed;
+}
+
+template <typename S>
+bool KeyPieces<S>::has_rows_of(int64_t batch, int64_t key_head) {
+  const bool same = batch == batch_of_rows_ && key_head == head_of_rows_ &&
+                    group_size(shape_) * shape_.query_len <= plan_.block_rows;
+  batch_of_rows_ = batch;
+  head_of_rows_ = key_head;
+  return same;
 }
 
 template <typename S>
@@ -184,9 +205,10 @@ void KeyPieces<S>::run_piece(int64_t batch, int64_t key_head, int64_t piece) {
   const PackedHead<S> packed = pack_piece(batch, key_head, keys);
   QueryBlock<S> block(params_, plan_, query_, packed, batch);
   if (keeps_weights(params_)) block.set_kept_weights(kept_rows(0, 0), kept_row_size(params_));
+  const bool again = has_rows_of(batch, key_head);
   for (int64_t first = 0; first < rows; first += plan_.block_rows) {
     const int64_t count = smaller(plan_.block_rows, rows - first);
-    block.set_rows(key_head * group, first, count, keys);
+    block.set_rows(key_head * group, first, count, keys, again);
     block.attend(keys);
     plan_.pieces.merged ? keep_rows(batch, count, piece) : block.finish();
   }

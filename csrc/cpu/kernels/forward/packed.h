@@ -62,7 +62,8 @@ template <typename S>
 void QueryBlock<S>::attend_band(int64_t band) {
   const bool drops = params_.dropout.enabled;
   // Somebody wants the weights before they are rounded.
-  const bool wide = emit_in_place_ || kept_weights_ != nullptr || values_have_factors();
+  const bool in_place = reads_values_in_place() && !careful_;
+  const bool wide = emit_in_place_ || kept_weights_ != nullptr || values_have_factors() || in_place;
   make_scores(band);
   multiply_factors(band, params_.key_storage, s_.key_factors);
   mask(band);
@@ -77,6 +78,7 @@ void QueryBlock<S>::attend_band(int64_t band) {
   }
   if (kept_weights_ != nullptr) keep_weights(band);
   multiply_factors(band, params_.value_storage, s_.value_factors);
+  if (in_place) return unit_values(band);
   if (emits_pairs) {
     emit_pairs(band);
   } else if (S::kPaired && wide) {
@@ -89,8 +91,10 @@ template <typename S>
 void QueryBlock<S>::make_scores(int64_t band) {
   if constexpr (Product::kInRegisters) {
     if (plan_.path == ForwardPath::kFewRows) {
-      return plan_.pieces.packed ? shared_scores(band) : stream_scores(band);
+      return plan_.pieces.packs_keys ? shared_scores(band) : stream_scores(band);
     }
+  } else if (by_unit() && !plan_.pieces.packs_keys) {
+    return unit_scores(band);
   }
   scores(band);
 }
@@ -98,7 +102,8 @@ void QueryBlock<S>::make_scores(int64_t band) {
 template <typename S>
 void QueryBlock<S>::add_values(int64_t band) {
   if constexpr (Product::kInRegisters) {
-    if (plan_.path == ForwardPath::kFewRows && (careful_ || !plan_.pieces.packed)) return stream_values(band);
+    if (plan_.path == ForwardPath::kFewRows && (careful_ || !plan_.pieces.packs_values))
+      return stream_values(band);
   }
   values(band);
 }
@@ -126,7 +131,7 @@ void QueryBlock<S>::scores(int64_t band) {
         if (masked_in_tile(tile, span)) {
           scores_masked(tile, span, args);
         } else {
-          tile_function<Product, false>(tile_rows(tile), span.end - span.begin)(args);
+          tile_function<Product, false>(multiplied_rows(tile), span.end - span.begin)(args);
         }
       }
     }
@@ -272,7 +277,7 @@ template <typename S>
 ValueStretch<S> QueryBlock<S>::value_stretch(int64_t column, Range stretch) {
   if (careful_) {
     const ValueStretch<S> finite = finite_stretch(column, stretch);
-    if (finite.bad_keys != nullptr) return finite;
+    if (finite.bad_keys != nullptr || reads_values_in_place()) return finite;
   }
   const auto& packed = packed_.values;
   return {packed.data + column / panel_width_of<S>(params_.shape.value_dim) * packed.panel_stride,
@@ -287,7 +292,7 @@ ValueStretch<S> QueryBlock<S>::finite_stretch(int64_t column, Range stretch) {
   if (keys.begin != finite_keys_.begin || keys.end != finite_keys_.end || column != finite_column_) {
     const Matrix<Element> m = values_of(column, width, stretch);
     find_bad_rows(m, *s_.bad_keys);
-    if (s_.bad_keys->count > 0) {
+    if (s_.bad_keys->count > 0 || reads_values_in_place()) {
       pack_row_panels<Product>(finite_only(m, s_.finite_values), depth_of<Product>(m.rows), width,
                                s_.finite_value_operands, 0);
     }
@@ -333,9 +338,9 @@ void QueryBlock<S>::multiply_values(int64_t band, int64_t tile, int64_t column, 
   const int64_t columns = round_up(smaller(width, params_.shape.value_dim - column), kColumnStep<T>);
   const bool fresh = first_of_tile && s_.tile_started[tile / S::kTileRows] == 0;
   if (fresh) {
-    tile_function<Product, false>(tile_rows(tile), columns)(args);
+    tile_function<Product, false>(multiplied_rows(tile), columns)(args);
   } else {
-    tile_function<Product, true>(tile_rows(tile), columns)(args);
+    tile_function<Product, true>(multiplied_rows(tile), columns)(args);
   }
 }
 

@@ -69,29 +69,54 @@ void set_head(const ForwardParams& params, const ForwardPlan& plan, PackedHead<S
 // Packs `keys`, a range that begins where a panel begins. Rows that cannot be read where they lie are copied
 // to `buffer`, a panel of them at a time.
 template <typename S>
-void pack_head(const ForwardParams& params, const ForwardPlan& plan, const PackedHead<S>& packed,
+void pack_keys(const ForwardParams& params, const ForwardPlan& plan, const PackedHead<S>& packed,
                int64_t batch, int64_t key_head, Range keys, typename S::Element* buffer) {
   using Element = typename S::Element;
-  using Operand = typename S::Operand;
   using Product = typename S::Product;
-  const AttentionShape& shape = params.shape;
   const int64_t first = packed.first_key, begin = keys.begin - first, end = keys.end - first;
-  const StoredRows<Element> key(params.key, params.key_storage, batch, key_head, 0, shape.head_dim);
-  const int64_t key_width = plan.path == ForwardPath::kFewRows ? kSharedPanel<S> : S::kPanel;
-  for (int64_t j = begin; j < end; j += key_width) {
-    const Matrix<Element> rows = key.rows(first + j, smaller(key_width, end - j), buffer);
-    pack_column_panel<Product>(rows, 0, key_width,
-                               const_cast<Operand*>(packed.keys) + j * depth_of<Product>(shape.head_dim));
+  const int64_t dim = params.shape.head_dim;
+  const StoredRows<Element> key(params.key, params.key_storage, batch, key_head, 0, dim);
+  const int64_t width = plan.path == ForwardPath::kFewRows ? kSharedPanel<S> : S::kPanel;
+  int64_t j = begin;
+  if constexpr (S::kPaired) {
+    const Matrix<Element> all = key.in_place(keys.begin, end - begin);
+    if (key.lie_in_place(keys.begin, all.rows) && are_paired_columns<Product>(all, width)) {
+      j += round_down(all.rows, width);
+      pair_columns<Product>(all, j - begin, width,
+                            const_cast<typename S::Operand*>(packed.keys) + begin * depth_of<Product>(dim));
+    }
   }
+  for (; j < end; j += width) {
+    const Matrix<Element> rows = key.rows(first + j, smaller(width, end - j), buffer);
+    pack_column_panel<Product>(rows, 0, width,
+                               const_cast<typename S::Operand*>(packed.keys) + j * depth_of<Product>(dim));
+  }
+}
+
+// The same of values, which may lie in place.
+template <typename S>
+void pack_values(const ForwardParams& params, const ForwardPlan& plan, const PackedHead<S>& packed,
+                 int64_t batch, int64_t key_head, Range keys, typename S::Element* buffer) {
+  using Element = typename S::Element;
+  using Product = typename S::Product;
   if (plan.value_in_place) return;
-  const StoredRows<Element> value(params.value, params.value_storage, batch, key_head, 0, shape.value_dim);
+  const int64_t first = packed.first_key, begin = keys.begin - first, end = keys.end - first;
+  const StoredRows<Element> value(params.value, params.value_storage, batch, key_head, 0,
+                                  params.shape.value_dim);
   const int64_t width = packed.values.row_stride;
   for (int64_t j = begin; j < end; j += S::kPanel) {
     const Matrix<Element> rows = value.rows(first + j, smaller(S::kPanel, end - j), buffer);
     pack_row_panels<Product>(rows, depth_of<Product>(rows.rows), width,
-                             const_cast<Operand*>(packed.values.data) + j / S::kDepth * width,
+                             const_cast<typename S::Operand*>(packed.values.data) + j / S::kDepth * width,
                              packed.values.panel_stride);
   }
+}
+
+template <typename S>
+void pack_head(const ForwardParams& params, const ForwardPlan& plan, const PackedHead<S>& packed,
+               int64_t batch, int64_t key_head, Range keys, typename S::Element* buffer) {
+  pack_keys(params, plan, packed, batch, key_head, keys, buffer);
+  pack_values(params, plan, packed, batch, key_head, keys, buffer);
 }
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

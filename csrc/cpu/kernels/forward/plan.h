@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../interface/forward.h"
+#include "../interface/matrix_unit.h"
 #include "query_block.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
@@ -9,14 +10,35 @@ namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 constexpr int64_t kOnlineKeys = 512;
 constexpr int64_t kWholeRowKeys = 2 * kOnlineKeys;  // whole rows up to here
 constexpr int64_t kBlockRows = 96;
-constexpr int64_t kSplitRows = 32;       // as few query rows as this and the keys are split
+constexpr int64_t kSplitRows = 32;  // as few query rows as this and the keys are split
+constexpr int64_t kFewRowsPieceKeys = 256;
 constexpr int64_t kForwardFewRows = 16;  // as few as this and nothing is packed
 
-constexpr int64_t kUnitRows = 8;     // as many are worth a matrix unit,
-constexpr int64_t kLatentDim = 256;  // and so is any row of more dims: many query heads share those
+constexpr int64_t kPackedUnitRows = 8;  // as many are worth a matrix unit and packs,
+constexpr int64_t kUnitElements = 128;  // of fewer rows, so many dims of all, against a whole piece of keys
+constexpr int64_t kLatentDim = 256;     // and so is any row of more dims: many query heads share those
 
 ATTN_EXT_INLINE bool has_weights(const ForwardParams& params) {
   return params.weights.data != nullptr || params.key_mass != nullptr;
+}
+
+// Whether a matrix unit makes the scores of a handful of rows. It takes keys where they lie, in whole steps
+// of its depth. A row that has its keys to itself is what must not lose by it (docs/trials.md).
+template <typename S>
+ATTN_EXT_INLINE bool has_unit_rows(const ForwardParams& params) {
+  if constexpr (S::Product::kInRegisters) return false;
+  const AttentionShape& shape = params.shape;
+  return matrix_unit_is_there() && shape.head_dim % (S::kDepth * S::kDepthStep) == 0 &&
+         shape.query_len * shape.head_dim >= kUnitElements && shape.key_len >= kFewRowsPieceKeys &&
+         params.key_storage.kind == ScalarKind::kNone && params.value_storage.kind == ScalarKind::kNone;
+}
+
+// Whether values are no more than read where they lie: rows by vectors, or columns, a tile of them at a time.
+template <typename S>
+ATTN_EXT_INLINE bool unit_reads_in_place(const ForwardParams& params) {
+  if (params.value.column_stride == 1) return true;
+  return lies_across(params.value) && params.value_storage.pages == nullptr &&
+         params.shape.value_dim >= S::kTileRows;
 }
 
 // Bits hang on the path, so neither the batch, nor the heads, nor the threads come into it.
@@ -25,9 +47,11 @@ ATTN_EXT_INLINE ForwardPath forward_path(const ForwardParams& params) {
   const AttentionShape& shape = params.shape;
   const bool weights = has_weights(params);
   if (shape.query_len <= kForwardFewRows) {
-    const bool by_unit = !S::Product::kInRegisters && !weights && shape.key_len >= S::kPanel &&
-                         (shape.query_len >= kUnitRows || shape.head_dim > kLatentDim);
-    return by_unit ? ForwardPath::kSplit : ForwardPath::kFewRows;
+    const bool by_unit = !S::Product::kInRegisters && !weights && shape.key_len >= S::kPanel;
+    if (by_unit && (shape.query_len >= kPackedUnitRows || shape.head_dim > kLatentDim)) {
+      return ForwardPath::kSplit;
+    }
+    return by_unit && has_unit_rows<S>(params) ? ForwardPath::kUnitRows : ForwardPath::kFewRows;
   }
   if (shape.query_len <= kSplitRows && shape.key_len > kWholeRowKeys && !weights) return ForwardPath::kSplit;
   return shape.key_len <= (weights ? kMaxBlockKeys : kWholeRowKeys) ? ForwardPath::kWholeRows

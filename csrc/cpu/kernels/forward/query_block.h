@@ -19,6 +19,7 @@ constexpr int64_t kMaxBlockKeys = 4096;
 constexpr int64_t kRunKeys = 64;  // keys are left out by the mask in units of this
 constexpr int64_t kMaxRuns = kMaxBlockKeys / kRunKeys / 2 + 1;
 constexpr int64_t kStreamKeys = 32;  // keys whose values are streamed at a time
+constexpr int64_t kUnitRows = 8;  // of a group, that a matrix unit multiplies by keys where they lie, at most
 // Keys of a value product: so many rows of values stay in the nearest cache for all tiles of a band.
 constexpr int64_t kValueDepth = 1024;
 
@@ -40,6 +41,8 @@ struct QueryScratch {
   BadRows* bad_keys;                           // and the keys of which they were left out
   typename S::Element* stored_rows;            // a copy of rows that cannot be read where they lie
   T *key_factors, *value_factors;              // of the keys of a block, where their storage has them
+  typename S::Operand* query_columns;   // (depth of D, lanes), for products of keys where they lie, and
+  typename S::Operand* weight_columns;  // (depth of keys, lanes), of values across
   T *row_max, *row_sum, *carry, *ones, *factor, *lse;
   int64_t *row_head, *row_index;
   Range* row_keys;   // visible keys, the mask apart
@@ -72,10 +75,18 @@ inline QueryScratch<S> take_query_scratch(Arena& arena, const ForwardParams& par
   s.query = take<typename S::Operand>(arena, rows * s.query_stride);
   s.scores = take<T>(arena, kBandRows<S> * s.score_stride);
   s.output = take<T>(arena, rows * s.output_stride);
-  if (plan.path == ForwardPath::kFewRows) {
+  const bool by_unit = plan.path == ForwardPath::kUnitRows;
+  if (plan.path == ForwardPath::kFewRows || by_unit) {
     s.key_rows = take<typename S::Element>(arena, kCopiedKeys<typename S::Element> * shape.head_dim);
     s.value_rows = take<typename S::Element>(arena, kCopiedKeys<typename S::Element> * shape.value_dim);
-  } else {
+  }
+  if (by_unit) {
+    s.query_columns =
+        take<typename S::Operand>(arena, depth_of<typename S::Product>(shape.head_dim) * S::kLane);
+    s.weight_columns =
+        take<typename S::Operand>(arena, depth_of<typename S::Product>(plan.block_keys) * S::kLane);
+  }
+  if (plan.path != ForwardPath::kFewRows) {
     const int64_t keys = round_up(smaller(kValueDepth, plan.block_keys), S::kLane);
     const int64_t width = panel_width_of<S>(shape.value_dim);
     s.finite_values = take<typename S::Element>(arena, keys * width);
@@ -146,8 +157,8 @@ class QueryBlock {
   }
 
   // Rows [first, first + rows) of the query rows of heads first_head, first_head + 1, ..., one after the
-  // other. They will attend to no other than these keys.
-  void set_rows(int64_t first_head, int64_t first, int64_t rows, Range keys);
+  // other. They will attend to no other than these keys. `again`: the scratch holds these very rows already.
+  void set_rows(int64_t first_head, int64_t first, int64_t rows, Range keys, bool again = false);
 
   // Attends to `keys`, leaving row max, row sum and the undivided output in the scratch. `emit`: writes
   // weights and key mass, as it can where one block holds all keys; else emit_all() has to. NaN and Inf among
@@ -165,6 +176,9 @@ class QueryBlock {
   static Range aligned(Range span) { return in_steps<S::kSpan>(span); }
   int64_t band_rows(int64_t band) const { return smaller(kBandRows<S>, rows_ - band); }
   int64_t tile_rows(int64_t tile) const { return smaller(S::kTileRows, rows_ - tile); }
+  // To configure a matrix unit for fewer rows than a tile has takes longer than to multiply what lies behind
+  // them in the scratch.
+  int64_t multiplied_rows(int64_t tile) const { return by_unit() ? S::kTileRows : tile_rows(tile); }
   T* score_row(int64_t band, int64_t r) const { return s_.scores + (r - band) * s_.score_stride; }
   Range tile_span(int64_t r) const { return s_.tile_span[r / S::kTileRows]; }
 
@@ -180,7 +194,8 @@ class QueryBlock {
   // visible.h
   // Dense rows of operands can be read where they lie.
   bool lie_packed(const Matrix<Element>& query) const {
-    return plan_.path != ForwardPath::kFewRows && is_dense(query) && are_operands<Product>(query);
+    return plan_.path != ForwardPath::kFewRows && !by_unit() && is_dense(query) &&
+           are_operands<Product>(query);
   }
   void limit_rows(Range keys);
   bool is_seen(int64_t r, int64_t key) const {
@@ -239,6 +254,18 @@ class QueryBlock {
 
   // shared.h
   void shared_scores(int64_t band);
+
+  // unit_rows.h
+  bool by_unit() const { return plan_.path == ForwardPath::kUnitRows; }
+  bool reads_values_in_place() const { return by_unit() && !plan_.pieces.packs_values; }
+  void pack_query_columns() const;
+  void unit_scores(int64_t band);
+  void unit_values(int64_t band);
+  void unit_value_rows(int64_t band);
+  void unit_value_columns(int64_t band);
+  void pack_weight_columns(int64_t band) const;
+  Matrix<Element> value_columns(int64_t dim, int64_t key) const;
+  void round_weights(int64_t band);
 
   // streamed.h
   void stream_scores(int64_t band);

@@ -6,7 +6,7 @@
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
 template <typename S>
-void QueryBlock<S>::set_rows(int64_t first_head, int64_t first, int64_t rows, Range keys) {
+void QueryBlock<S>::set_rows(int64_t first_head, int64_t first, int64_t rows, Range keys, bool again) {
   const AttentionShape& shape = params_.shape;
   rows_ = rows;
   key_head_ = first_head / larger(1, group_size(shape));
@@ -22,13 +22,16 @@ void QueryBlock<S>::set_rows(int64_t first_head, int64_t first, int64_t rows, Ra
     if (count == rows && lie_packed(query)) {
       query_ = reinterpret_cast<const Operand*>(query.data + index * query.row_stride);
       query_stride_ = query.row_stride / S::kDepth;
-    } else {
+    } else if (!again) {
       pack_rows<Product>(query, index, count, s_.query + r * s_.query_stride, s_.query_stride);
     }
     for (int64_t i = 0; i < count; ++i, ++r) {
       s_.row_head[r] = head;
       s_.row_index[r] = index + i;
     }
+  }
+  if constexpr (!Product::kInRegisters) {
+    if (by_unit() && !plan_.pieces.packs_keys && !again) pack_query_columns();
   }
   limit_rows(keys);
 }

@@ -11,8 +11,9 @@ enum class ForwardPath : int8_t {
   kOnline,     // softmax over key blocks with a running maximum and sum
   kSplit,      // few query rows, many keys: pieces of the keys apart, then merged
   kFewRows,    // a handful of query rows: keys and values read once, unpacked, in pieces
+  kUnitRows,   // the same in the order in which a matrix unit adds, which makes the scores, or all
 };
-constexpr int kForwardPaths = 4;
+constexpr int kForwardPaths = 5;
 
 // Of the paths whose tasks are blocks of query rows against all keys (kWholeRows, kOnline).
 struct AllKeysPlan {
@@ -22,15 +23,16 @@ struct AllKeysPlan {
   bool heads_in_turn;  // the last blocks of all heads come first; else all blocks of a head
 };
 
-// Of the paths whose tasks are pieces of the keys against all query rows of a group (kSplit, kFewRows).
+// Of the paths whose tasks are pieces of the keys against all query rows of a group (kSplit, kFewRows,
+// kUnitRows).
 struct KeyPiecesPlan {
   int64_t count;
   int64_t keys;         // of a piece
   int64_t first;        // of the pieces that are visited: those before are outside of every row's window
   int64_t per_task;     // pieces that a task takes
   bool heads_together;  // a piece of all heads, then the next; else all pieces of a head
-  bool packed;          // keys and values, before they are multiplied
-  bool merged;          // by a round of its own; else a piece is all there is
+  bool packs_keys, packs_values;  // before they are multiplied
+  bool merged;                    // by a round of its own; else a piece is all there is
 };
 
 // What decides bits (path, block_keys, pieces.keys) follows from Lq, Lk, D, Dv, the dtype and the side

@@ -8,6 +8,7 @@
 
 #include "../interface/matrix_unit.h"
 #include "product.h"
+#include "rows_ahead.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
@@ -17,6 +18,12 @@ struct AmxProduct : BFloat16Product {
   static constexpr int kTileRows = 16;
   static constexpr int kDepthStep = 16;
   static constexpr bool kInRegisters = false;
+  // The unit falls asleep after half a microsecond without a product, and takes a third of one to wake up: so
+  // where vectors wait for memory between products, one is made now and then, of whatever lies in the
+  // registers. Where they multiply all the time none is: they do so at half their rate for 80 ns after it.
+  static ATTN_EXT_INLINE void stay_awake() {
+    if (matrix_unit_is_there()) asm volatile("tdpbf16ps %tmm5, %tmm4, %tmm3");
+  }
 };
 
 namespace amx_unit {
@@ -105,6 +112,71 @@ inline TileFunction<AmxProduct> block_function(int64_t columns) {
                                               multiply_block<3, Carry>, multiply_block<4, Carry>};
   return kOf[ceil_div(columns, kColumns) - 1];
 }
+
+// sums (16 rows, 16 columns) = rows (16, depth) . columns (depth, 16), the rows row_bytes apart, where they
+// lie. Memory is asked for `ahead` meanwhile, if it asks. One tile at a time: what vectors do with its sums
+// goes on beside the next, whose operands come from memory; of four tiles, with more steps waiting, nothing
+// does.
+struct RowsTile {
+  const char* rows;
+  int64_t row_bytes;
+  const uint32_t* columns;
+  int64_t depth;
+  bool asks;
+  LinesAhead ahead;
+  alignas(64) float sums[kColumns][kColumns];
+};
+
+inline void multiply_rows(RowsTile& tile) {
+  constexpr int64_t kRowBytes = kColumns * sizeof(float);
+  clear<0>();
+  const uint32_t* columns = tile.columns;
+  const char* rows = tile.rows;
+  for (int64_t k = 0; k < tile.depth; k += AmxProduct::kDepthStep, rows += kRowBytes) {
+    if (tile.asks) tile.ahead.ask<kColumns>();
+    load_tile<4>(columns, kRowBytes);
+    load_tile<5>(rows, tile.row_bytes);
+    multiply_tiles<0, 5, 4>();
+    columns += AmxProduct::kDepthStep * kColumns;
+  }
+  store_tile<0>(tile.sums, kRowBytes);
+}
+
+// Four columns of a tile's sums, from `column` on, as vectors.
+ATTN_EXT_INLINE void tile_columns(const RowsTile& tile, int64_t column, Vec<float> (&columns)[4]) {
+  __m512 parts[4];  // of the rows i, 4 + i, 8 + i and 12 + i, four numbers each
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const auto of_row = [&](int row) __attribute__((always_inline)) {
+      return _mm_load_ps(&tile.sums[row][column]);
+    };
+    __m512 part = _mm512_castps128_ps512(of_row(i));
+    part = _mm512_insertf32x4(part, of_row(4 + i), 1);
+    part = _mm512_insertf32x4(part, of_row(8 + i), 2);
+    parts[i] = _mm512_insertf32x4(part, of_row(12 + i), 3);
+  }
+  const auto low = (__m512d)_mm512_unpacklo_ps(parts[0], parts[1]);
+  const auto high = (__m512d)_mm512_unpackhi_ps(parts[0], parts[1]);
+  const auto next_low = (__m512d)_mm512_unpacklo_ps(parts[2], parts[3]);
+  const auto next_high = (__m512d)_mm512_unpackhi_ps(parts[2], parts[3]);
+  columns[0] = (Vec<float>)_mm512_unpacklo_pd(low, next_low);
+  columns[1] = (Vec<float>)_mm512_unpackhi_pd(low, next_low);
+  columns[2] = (Vec<float>)_mm512_unpacklo_pd(high, next_high);
+  columns[3] = (Vec<float>)_mm512_unpackhi_pd(high, next_high);
+}
+
+// While it lives, vectors treat numbers below the smallest normal one as the unit does: as 0.
+class FlushSubnormals {
+ public:
+  FlushSubnormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | kFlush); }
+  ~FlushSubnormals() { _mm_setcsr(saved_); }
+  FlushSubnormals(const FlushSubnormals&) = delete;
+  FlushSubnormals& operator=(const FlushSubnormals&) = delete;
+
+ private:
+  static constexpr unsigned int kFlush = 0x8040;  // results, and operands
+  const unsigned int saved_;
+};
 
 // The same by the register tiles of vectors.
 template <bool Carry>

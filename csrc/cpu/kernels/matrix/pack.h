@@ -102,6 +102,46 @@ ATTN_EXT_INLINE void prefetch_rows(const Element* from, int64_t stride, int64_t 
   for (int64_t i = count; i < 2 * count; ++i) __builtin_prefetch(from + i * stride);
 }
 
+// Column panels of `count` rows that lie across memory, whole panels of them: neighbouring columns have only
+// to be paired. A pair of columns at a time, in the order of memory, the next being asked for.
+template <typename Product, typename Element>
+void pair_columns(const Matrix<Element>& m, int64_t count, int64_t width, typename Product::Operand* out) {
+#if defined(ATTN_EXT_HAS_PAIRS)
+  using Operand = typename Product::Operand;
+  constexpr int64_t kWidth = kLanes<Operand>;
+  const int64_t depth = depth_of<Product>(m.columns), pair_stride = 2 * m.column_stride;
+  for (int64_t k = 0; k < depth; ++k, out += width) {
+    const Element* low = m.data + k * pair_stride;
+    const Element* high = low + m.column_stride;
+    const bool has_low = 2 * k < m.columns, has_high = 2 * k + 1 < m.columns;
+    const int64_t next = 2 * k + 3 < m.columns ? pair_stride : 0;
+    Product::stay_awake();
+    for (int64_t c = 0; c < count; c += width) {
+      Operand* to = out + c * depth;
+      for (int64_t i = c; i < c + width; i += 2 * kWidth, to += 2 * kWidth) {
+        __builtin_prefetch(low + next + i);
+        __builtin_prefetch(high + next + i);
+        const auto a = has_low ? load_operands<Product>(low + i) : Vec<Operand>{};
+        const auto b = has_high ? load_operands<Product>(high + i) : Vec<Operand>{};
+        store(to, pair_first_half(a, b));
+        store(to + kWidth, pair_second_half(a, b));
+      }
+    }
+  }
+#endif
+}
+
+// Whether pair_columns() makes whole panels of them.
+template <typename Product, typename Element>
+ATTN_EXT_INLINE bool are_paired_columns(const Matrix<Element>& m, int64_t width) {
+#if defined(ATTN_EXT_HAS_PAIRS)
+  return Product::kDepth == 2 && sizeof(Element) == 2 && m.row_stride == 1 && m.column_stride != 1 &&
+         width % (2 * kLanes<typename Product::Operand>) == 0;
+#else
+  return false;
+#endif
+}
+
 // One panel: `width` source rows from `first` on become the columns of out (depth, width).
 template <typename Product, typename Element>
 void pack_column_panel(const Matrix<Element>& m, int64_t first, int64_t width,
@@ -173,12 +213,39 @@ ATTN_EXT_INLINE Vec<typename Product::Operand> load_row_operands_partial(const E
   }
 }
 
+// Of row panels a square, `side` operand rows of as many columns, of rows that lie across memory: pairs of
+// rows are neighbours there, and the square is turned around.
+template <typename Product, typename Element>
+ATTN_EXT_INLINE void turn_pairs(const Element* from, int64_t column_stride, typename Product::Operand* out,
+                                int64_t width) {
+  using Operand = typename Product::Operand;
+  using Accum = typename Product::Accum;
+  constexpr int64_t kSide = kLanes<Operand>;
+  Vec<Accum> square[kSide];
+#pragma GCC unroll 16
+  for (int i = 0; i < kSide; ++i) square[i] = (Vec<Accum>)load_operands<Product>(from + i * column_stride);
+  transpose_square<Accum>(square);
+#pragma GCC unroll 16
+  for (int i = 0; i < kSide; ++i) store(out + i * width, (Vec<Operand>)square[i]);
+}
+
 // The first `depth` operand rows of every panel of `width` columns; panels lie panel_stride operands apart.
 template <typename Product, typename Element>
 void pack_row_panels(const Matrix<Element>& m, int64_t depth, int64_t width, typename Product::Operand* out,
                      int64_t panel_stride) {
   constexpr int64_t kWidth = kLanes<typename Product::Operand>;
-  for (int64_t k = 0; k < depth; ++k) {
+  int64_t turned = 0;  // operand rows of whole squares of rows that lie across memory
+  if constexpr (Product::kDepth == 2 && sizeof(Element) == 2) {
+    if (m.row_stride == 1 && m.column_stride != 1 && m.columns % kWidth == 0) {
+      for (; turned + kWidth <= depth && 2 * (turned + kWidth) <= m.rows; turned += kWidth) {
+        for (int64_t column = 0; column < m.columns; column += kWidth) {
+          turn_pairs<Product>(m.data + 2 * turned + column * m.column_stride, m.column_stride,
+                              out + column / width * panel_stride + turned * width + column % width, width);
+        }
+      }
+    }
+  }
+  for (int64_t k = turned; k < depth; ++k) {
     const int64_t row = k * Product::kDepth;
     const Element* from = m.data + row * m.row_stride;
     const bool in_rows = m.column_stride == 1 && row + Product::kDepth <= m.rows;

@@ -21,6 +21,7 @@ struct PlainProduct {
   static constexpr int kDepthStep =
       1;  // operands: a product takes whole multiples of so many along the depth
   static constexpr bool kInRegisters = true;
+  static ATTN_EXT_INLINE void stay_awake() {}  // between products, now and then
   template <typename V>
   static ATTN_EXT_INLINE V step(V a, V b, V c) {
     return multiply_add(a, b, c);
@@ -36,6 +37,7 @@ struct BFloat16Product {
   static constexpr int kTileRows = kRegisterTileRows;
   static constexpr int kDepthStep = 1;
   static constexpr bool kInRegisters = true;
+  static ATTN_EXT_INLINE void stay_awake() {}  // between products, now and then
 #if defined(__AVX512BF16__)
   static ATTN_EXT_INLINE Vec<float> step(Vec<uint32_t> a, Vec<uint32_t> b, Vec<float> c) {
     return (Vec<float>)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);

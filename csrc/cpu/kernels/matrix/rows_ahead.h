@@ -33,4 +33,36 @@ ATTN_EXT_INLINE void prefetch_some(RowsAhead& ahead, int64_t rows) {
   }
 }
 
+// The lines of rows, one after the other: in the order of memory, so that a processor that foresees such an
+// order goes on by itself.
+class LinesAhead {
+ public:
+  LinesAhead() = default;
+  LinesAhead(const RowsAhead& rows, int64_t bytes)
+      : row_(rows.next), row_bytes_(rows.row_bytes), bytes_(bytes), near_(rows.near) {}
+
+  template <int Lines>
+  ATTN_EXT_INLINE void ask() {
+    if (row_bytes_ == bytes_) {  // one long row
+#pragma GCC unroll 16
+      for (int i = 0; i < Lines; ++i) prefetch_line(row_ + i * 64, near_);
+      row_ += Lines * 64;
+      return;
+    }
+    for (int i = 0; i < Lines; ++i) {
+      prefetch_line(row_ + at_, near_);
+      at_ += 64;
+      if (at_ >= bytes_) {
+        at_ = 0;
+        row_ += row_bytes_;
+      }
+    }
+  }
+
+ private:
+  const char* row_ = nullptr;
+  int64_t row_bytes_ = 0, bytes_ = 0, at_ = 0;
+  bool near_ = false;
+};
+
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY
