@@ -14,8 +14,8 @@ class Explanation:
     """The way that a call takes; printed, it is a short report."""
 
     path: str
-    """How the CPU kernels go: ``"whole-row"``, ``"online"``, ``"split"`` or ``"few-rows"``; or ``"aten"``,
-    the composition over ATen ops."""
+    """How the CPU kernels go: ``"whole-row"``, ``"online"``, ``"split"``, ``"few-rows"`` or
+    ``"unit-rows"``; or ``"aten"``, the composition over ATen ops."""
     capability: str
     """The instruction set on the CPU, the device elsewhere."""
     block_rows: int
