@@ -63,9 +63,14 @@ bool can_join_heads(const SdpaArgs& args, int64_t query_len) {
   if (!args.attn_mask.defined()) {
     return true;
   }
+  if (args.attn_mask.requires_grad()) {
+    return false;
+  }
+  if (args.attn_mask.dim() < 2) {
+    return true;
+  }
   const auto sizes = sizes_of(args.attn_mask);
-  return sizes.has_value() && !args.attn_mask.requires_grad() && (*sizes)[0] == 1 &&
-         ((*sizes)[1] == 1 || query_len == 1);
+  return sizes.has_value() && (*sizes)[0] == 1 && ((*sizes)[1] == 1 || query_len == 1);
 }
 
 }  // namespace
