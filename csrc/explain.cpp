@@ -69,13 +69,9 @@ PathText text_of(cpu::ForwardPath path) {
       return {"split", "few query rows, many keys: pieces of the keys apart, then merged"};
     case cpu::ForwardPath::kUnitRows:
       return {"unit-rows",
-              "a handful of query rows, by a matrix unit: keys and values are read once, in place, or packed "
-              "where many "
-              "rows read them"};
+              "a handful of query rows, by a matrix unit: keys and values are read once, in place or packed"};
     default:
-      return {"few-rows",
-              "a handful of query rows: keys and values are read once, in place, or packed where many rows "
-              "read them"};
+      return {"few-rows", "a handful of query rows: keys and values are read once, in place or packed"};
   }
 }
 

@@ -199,6 +199,19 @@ def test_a_row_has_the_same_bits_in_groups_of_any_size(layout, size, query_len, 
 
 
 @by_dtype
+@pytest.mark.parametrize("query_len", [1, 2, 7, 8])
+def test_a_zero_has_the_same_sign_beside_heads_that_see_other_keys(query_len, dtype):
+    """Head 0 goes through two stretches of keys, whose sum underflows, and beside head 1 through a third."""
+    query, key, value = (torch.zeros(1, 1, length, 128, dtype=dtype) for length in (query_len, 256, 256))
+    value[..., 0, :], value[..., 32, :] = 1.2e-38, -1.3e-38
+    mask = torch.zeros(2, 1, 256, dtype=torch.bool)
+    mask[:, :, [0, 32]] = mask[1, :, 100] = True
+    both = attn_ext.sdpa(query.expand(-1, 2, -1, -1), key, value, mask, enable_gqa=True)
+    alone = attn_ext.sdpa(query, key, value, mask[:1])
+    assert torch.equal(both[:, :1].signbit(), alone.signbit())
+
+
+@by_dtype
 def test_subnormal_numbers_are_numbers_after_a_call(dtype):
     query, key, value = (torch.randn(1, 2, length, 128).to(dtype) for length in (1, 555, 555))
     attn_ext.sdpa(query, key, value)

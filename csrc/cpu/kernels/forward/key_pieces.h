@@ -81,8 +81,12 @@ class KeyPieces {
   PackedHead<S> pack_piece(int64_t batch, int64_t key_head, Range keys) const;
   void add_key_mass(int64_t batch, int64_t key_head, int64_t piece) const;
   void run_piece(int64_t batch, int64_t key_head, int64_t piece);
-  // Whether the rows of the last piece that was run are those of this head, all in one block.
-  bool has_rows_of(int64_t batch, int64_t key_head);
+  // Whether the scratch holds the rows of this head, all in one block, from the piece that was run before.
+  bool holds_rows_of(int64_t batch, int64_t key_head) const {
+    return batch == batch_of_rows_ && key_head == head_of_rows_ &&
+           group_size(shape_) * shape_.query_len <= plan_.block_rows;
+  }
+  void unsign_zeros(int64_t rows) const;
   void keep_rows(int64_t batch, int64_t rows, int64_t piece) const {
     const int64_t width = query_.output_stride;
     for (int64_t r = 0; r < rows; ++r) {
@@ -145,11 +149,12 @@ void KeyPieces<S>::plan(const ForwardParams& params, int threads, ForwardPlan& p
   plan.pieces.count = larger(1, ceil_div(keys.end, plan.pieces.keys) - plan.pieces.first);
   plan.block_rows = block_height<S>(shape.query_len * group_size(shape), 1);
   plan.value_in_place = values_lie_packed<S>(params);
-  plan.pieces.packs_keys = plan.pieces.packs_values = !few_rows || (!by_unit && shares_packs(params));
-  if (by_unit) {
-    const bool many = shape.query_len * group_size(shape) > kUnitRows;
+  if (by_unit) {  // where no bit hangs on it
+    const bool many = shape.query_len * group_size(shape) > kInPlaceRows;
     plan.pieces.packs_keys = many || params.key.column_stride != 1;
     plan.pieces.packs_values = many || !unit_reads_in_place<S>(params);
+  } else {
+    plan.pieces.packs_keys = plan.pieces.packs_values = !few_rows || shares_packs(params);
   }
   plan.rounds = 3;
   if (query_units == 0 || shape.query_len == 0) return;
@@ -170,8 +175,9 @@ void KeyPieces<S>::plan(const ForwardParams& params, int threads, ForwardPlan& p
   }
   Arena scratch{nullptr, 0};
   take_query_scratch<S>(scratch, params, plan);
-  if (plan.pieces.packs_keys || plan.pieces.packs_values)
+  if (plan.pieces.packs_keys || plan.pieces.packs_values) {
     take_packed_head<S>(params, plan, scratch, plan.pieces.keys);
+  }
   plan.thread_bytes = scratch.used;
 }
 
@@ -189,13 +195,13 @@ PackedHead<S> KeyPieces<S>::pack_piece(int64_t batch, int64_t key_head, Range ke
   return packed;
 }
 
+// A sum that underflows to -0 stays so, or becomes +0 with the next weight of 0: which of a piece's keys are
+// gone through, although a row does not see them, is up to the rows beside it. Merged pieces are added to +0.
 template <typename S>
-bool KeyPieces<S>::has_rows_of(int64_t batch, int64_t key_head) {
-  const bool same = batch == batch_of_rows_ && key_head == head_of_rows_ &&
-                    group_size(shape_) * shape_.query_len <= plan_.block_rows;
-  batch_of_rows_ = batch;
-  head_of_rows_ = key_head;
-  return same;
+void KeyPieces<S>::unsign_zeros(int64_t rows) const {
+  for (int64_t i = 0; i < rows * query_.output_stride; i += S::kLane) {
+    store(query_.output + i, load(query_.output + i) + Vec<T>{});
+  }
 }
 
 template <typename S>
@@ -205,12 +211,19 @@ void KeyPieces<S>::run_piece(int64_t batch, int64_t key_head, int64_t piece) {
   const PackedHead<S> packed = pack_piece(batch, key_head, keys);
   QueryBlock<S> block(params_, plan_, query_, packed, batch);
   if (keeps_weights(params_)) block.set_kept_weights(kept_rows(0, 0), kept_row_size(params_));
-  const bool again = has_rows_of(batch, key_head);
+  const bool again = holds_rows_of(batch, key_head);
+  batch_of_rows_ = batch;
+  head_of_rows_ = key_head;
   for (int64_t first = 0; first < rows; first += plan_.block_rows) {
     const int64_t count = smaller(plan_.block_rows, rows - first);
     block.set_rows(key_head * group, first, count, keys, again);
     block.attend(keys);
-    plan_.pieces.merged ? keep_rows(batch, count, piece) : block.finish();
+    if (plan_.pieces.merged) {
+      keep_rows(batch, count, piece);
+    } else {
+      unsign_zeros(count);
+      block.finish();
+    }
   }
 }
 
@@ -293,7 +306,8 @@ void KeyPieces<S>::merge(int64_t batch, int64_t head) {
   }
   for (int64_t first = 0; first < shape_.query_len; first += plan_.block_rows) {
     const int64_t rows = smaller(plan_.block_rows, shape_.query_len - first);
-    block.set_rows(head, first, rows, {0, shape_.key_len});
+    constexpr bool kNoneMultiplied = true;  // so that none has to be packed
+    block.set_rows(head, first, rows, {0, shape_.key_len}, kNoneMultiplied);
     for (int64_t r = 0; r < rows; ++r) {
       merge_row(partials(batch, head, 0) + (first + r) * partial_row_size(shape_), r);
     }

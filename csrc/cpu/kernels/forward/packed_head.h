@@ -79,10 +79,9 @@ void pack_keys(const ForwardParams& params, const ForwardPlan& plan, const Packe
   const int64_t width = plan.path == ForwardPath::kFewRows ? kSharedPanel<S> : S::kPanel;
   int64_t j = begin;
   if constexpr (S::kPaired) {
-    const Matrix<Element> all = key.in_place(keys.begin, end - begin);
-    if (key.lie_in_place(keys.begin, all.rows) && are_paired_columns<Product>(all, width)) {
-      j += round_down(all.rows, width);
-      pair_columns<Product>(all, j - begin, width,
+    if (key.lie_across() && j < end && key.lie_in_place(keys.begin, end - begin)) {
+      j += round_down(end - begin, width);
+      pair_columns<Product>(key.in_place(keys.begin, j - begin), width,
                             const_cast<typename S::Operand*>(packed.keys) + begin * depth_of<Product>(dim));
     }
   }

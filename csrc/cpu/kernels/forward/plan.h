@@ -14,9 +14,10 @@ constexpr int64_t kSplitRows = 32;  // as few query rows as this and the keys ar
 constexpr int64_t kFewRowsPieceKeys = 256;
 constexpr int64_t kForwardFewRows = 16;  // as few as this and nothing is packed
 
-constexpr int64_t kPackedUnitRows = 8;  // as many are worth a matrix unit and packs,
-constexpr int64_t kUnitElements = 128;  // of fewer rows, so many dims of all, against a whole piece of keys
-constexpr int64_t kLatentDim = 256;     // and so is any row of more dims: many query heads share those
+constexpr int64_t kSplitFromRows = 8;  // as many are worth a matrix unit and packs,
+constexpr int64_t kLeastUnitElements =
+    128;                             // of fewer rows, so many dims of all, against a whole piece of keys
+constexpr int64_t kLatentDim = 256;  // and so is any row of more dims: many query heads share those
 
 ATTN_EXT_INLINE bool has_weights(const ForwardParams& params) {
   return params.weights.data != nullptr || params.key_mass != nullptr;
@@ -29,7 +30,7 @@ ATTN_EXT_INLINE bool has_unit_rows(const ForwardParams& params) {
   if constexpr (S::Product::kInRegisters) return false;
   const AttentionShape& shape = params.shape;
   return matrix_unit_is_there() && shape.head_dim % (S::kDepth * S::kDepthStep) == 0 &&
-         shape.query_len * shape.head_dim >= kUnitElements && shape.key_len >= kFewRowsPieceKeys &&
+         shape.query_len * shape.head_dim >= kLeastUnitElements && shape.key_len >= kFewRowsPieceKeys &&
          params.key_storage.kind == ScalarKind::kNone && params.value_storage.kind == ScalarKind::kNone;
 }
 
@@ -48,7 +49,7 @@ ATTN_EXT_INLINE ForwardPath forward_path(const ForwardParams& params) {
   const bool weights = has_weights(params);
   if (shape.query_len <= kForwardFewRows) {
     const bool by_unit = !S::Product::kInRegisters && !weights && shape.key_len >= S::kPanel;
-    if (by_unit && (shape.query_len >= kPackedUnitRows || shape.head_dim > kLatentDim)) {
+    if (by_unit && (shape.query_len >= kSplitFromRows || shape.head_dim > kLatentDim)) {
       return ForwardPath::kSplit;
     }
     return by_unit && has_unit_rows<S>(params) ? ForwardPath::kUnitRows : ForwardPath::kFewRows;

@@ -19,7 +19,8 @@ constexpr int64_t kMaxBlockKeys = 4096;
 constexpr int64_t kRunKeys = 64;  // keys are left out by the mask in units of this
 constexpr int64_t kMaxRuns = kMaxBlockKeys / kRunKeys / 2 + 1;
 constexpr int64_t kStreamKeys = 32;  // keys whose values are streamed at a time
-constexpr int64_t kUnitRows = 8;  // of a group, that a matrix unit multiplies by keys where they lie, at most
+constexpr int64_t kInPlaceRows =
+    8;  // of a group, that a matrix unit multiplies by keys where they lie, at most
 // Keys of a value product: so many rows of values stay in the nearest cache for all tiles of a band.
 constexpr int64_t kValueDepth = 1024;
 

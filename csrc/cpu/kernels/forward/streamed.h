@@ -134,7 +134,7 @@ Matrix<Stored> QueryBlock<S>::key_rows(const StoredRows<Stored>& keys, Range res
   Stored* rows = reinterpret_cast<Stored*>(s_.key_rows);
   if (key < copied.begin || key >= copied.end) {
     copied = {key, smaller(rest.end, key + (keys.lie_across() ? kAcrossRows<Stored> : S::kLane))};
-    const int64_t count = smaller(copied.end, block_count_) - key;
+    const int64_t count = larger(0, smaller(copied.end, block_count_) - key);
     keys.copy(first, count, copied.end - key, rows, distance, rows_to_ask_for(distance));
   }
   return {rows + (key - copied.begin) * keys.columns(), keys.columns(), 1, S::kLane, keys.columns()};

@@ -48,7 +48,8 @@ void QueryBlock<S>::unit_scores(int64_t band) {
                                        : values.ahead(block_key_ + run.begin + next - run.end, key_len);
       ahead.near = distance.near;
       tile.asks = ahead.next != nullptr;
-      tile.ahead = LinesAhead(ahead, keys.columns() * static_cast<int64_t>(sizeof(Element)));
+      const int64_t columns = next < run.end ? keys.columns() : values.columns();
+      tile.ahead = LinesAhead(ahead, columns * static_cast<int64_t>(sizeof(Element)));
       amx_unit::multiply_rows(tile);
       for (int64_t r = 0; r < band_rows(band); r += 4) {
         Vec<T> scores[4];
@@ -200,7 +201,8 @@ void QueryBlock<S>::unit_value_rows(int64_t band) {
                                          : keys_after.ahead(next_key + ahead - run.end, key_len);
         rows.near = distance.near;
         step.asks = rows.next != nullptr;
-        step.ahead[half] = LinesAhead(rows, values.columns() * static_cast<int64_t>(sizeof(Element)));
+        const int64_t columns = ahead < run.end ? values.columns() : keys_after.columns();
+        step.ahead[half] = LinesAhead(rows, columns * static_cast<int64_t>(sizeof(Element)));
       }
       each_few_rows<S>(band, band + band_rows(band), [&](auto rows, int64_t r) {
         step.weights = score_row(band, r) + j;
@@ -261,16 +263,16 @@ void QueryBlock<S>::unit_value_columns(int64_t band) {
   amx_unit::RowsTile tile{};
   for (int64_t dim = 0; dim < value_dim; dim += kDims) {
     dim = smaller(dim, value_dim - kDims);  // the last tile makes some once more
-    const bool is_last = dim + 2 * kDims > value_dim;
+    const int64_t to_next = smaller(dim + kDims, value_dim - kDims) - dim;
     const Operand* weights = s_.weight_columns;
     amx_unit::clear<0>();
     for (int64_t i = 0; i < run_count_; ++i) {
       for (int64_t j = runs_[i].begin; j < runs_[i].end; j += kUnitStep, weights += S::kLane * S::kLane) {
         const Matrix<Element> values = value_columns(dim, j);
-        if (!is_last && values.row_stride == column_stride) {
+        if (to_next > 0 && values.row_stride == column_stride) {
 #pragma GCC unroll 16
-          for (int64_t d = kDims; d < 2 * kDims; ++d) {
-            __builtin_prefetch(values.data + d * column_stride, 0, 2);
+          for (int64_t d = 0; d < kDims; ++d) {
+            __builtin_prefetch(values.data + (to_next + d) * column_stride, 0, 2);
           }
         }
         amx_unit::load_tile<4>(weights, kUnitStep * kSize);

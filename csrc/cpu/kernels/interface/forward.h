@@ -35,7 +35,7 @@ struct KeyPiecesPlan {
   bool merged;                    // by a round of its own; else a piece is all there is
 };
 
-// What decides bits (path, block_keys, pieces.keys) follows from Lq, Lk, D, Dv, the dtype and the side
+// What decides bits (path, block_keys, pieces.keys) follows from Lq, Lk, D, Dv, the dtypes and the side
 // outputs alone.
 struct ForwardPlan {
   ForwardPath path;

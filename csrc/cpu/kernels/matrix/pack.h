@@ -102,10 +102,10 @@ ATTN_EXT_INLINE void prefetch_rows(const Element* from, int64_t stride, int64_t 
   for (int64_t i = count; i < 2 * count; ++i) __builtin_prefetch(from + i * stride);
 }
 
-// Column panels of `count` rows that lie across memory, whole panels of them: neighbouring columns have only
+// Column panels of rows that lie across memory, whole panels of them: neighbouring columns have only
 // to be paired. A pair of columns at a time, in the order of memory, the next being asked for.
 template <typename Product, typename Element>
-void pair_columns(const Matrix<Element>& m, int64_t count, int64_t width, typename Product::Operand* out) {
+void pair_columns(const Matrix<Element>& m, int64_t width, typename Product::Operand* out) {
 #if defined(ATTN_EXT_HAS_PAIRS)
   using Operand = typename Product::Operand;
   constexpr int64_t kWidth = kLanes<Operand>;
@@ -116,7 +116,7 @@ void pair_columns(const Matrix<Element>& m, int64_t count, int64_t width, typena
     const bool has_low = 2 * k < m.columns, has_high = 2 * k + 1 < m.columns;
     const int64_t next = 2 * k + 3 < m.columns ? pair_stride : 0;
     Product::stay_awake();
-    for (int64_t c = 0; c < count; c += width) {
+    for (int64_t c = 0; c < m.rows; c += width) {
       Operand* to = out + c * depth;
       for (int64_t i = c; i < c + width; i += 2 * kWidth, to += 2 * kWidth) {
         __builtin_prefetch(low + next + i);
@@ -128,17 +128,6 @@ void pair_columns(const Matrix<Element>& m, int64_t count, int64_t width, typena
       }
     }
   }
-#endif
-}
-
-// Whether pair_columns() makes whole panels of them.
-template <typename Product, typename Element>
-ATTN_EXT_INLINE bool are_paired_columns(const Matrix<Element>& m, int64_t width) {
-#if defined(ATTN_EXT_HAS_PAIRS)
-  return Product::kDepth == 2 && sizeof(Element) == 2 && m.row_stride == 1 && m.column_stride != 1 &&
-         width % (2 * kLanes<typename Product::Operand>) == 0;
-#else
-  return false;
 #endif
 }
 

@@ -1,6 +1,6 @@
 // Rows of keys and values wherever a cache stores them: one after the other or in pages, as elements or in a
 // narrower type. What a product reads are elements, so that no bit of a result depends on where they came
-// from.
+// from; but a few rows of bfloat16 that a matrix unit would multiply are read as floats from a narrower type.
 #pragma once
 
 #include "../vector/convert.h"
