@@ -2,6 +2,7 @@
 // tensor lies between guard pages; what is not a tensor's own begins as NaN.
 #include <set>
 
+#include "kernels/interface/matrix_unit.h"
 #include "support.h"
 
 namespace attn_ext::test {
