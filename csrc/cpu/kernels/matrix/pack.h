@@ -105,7 +105,8 @@ ATTN_EXT_INLINE void prefetch_rows(const Element* from, int64_t stride, int64_t 
 // Column panels of rows that lie across memory, whole panels of them: neighbouring columns have only
 // to be paired. A pair of columns at a time, in the order of memory, the next being asked for.
 template <typename Product, typename Element>
-void pair_columns(const Matrix<Element>& m, int64_t width, typename Product::Operand* out) {
+void pair_columns([[maybe_unused]] const Matrix<Element>& m, [[maybe_unused]] int64_t width,
+                  [[maybe_unused]] typename Product::Operand* out) {
 #if defined(ATTN_EXT_HAS_PAIRS)
   using Operand = typename Product::Operand;
   constexpr int64_t kWidth = kLanes<Operand>;
