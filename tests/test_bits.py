@@ -173,7 +173,7 @@ def test_a_few_rows_have_the_same_bits_in_a_large_group(call, dim, bad, dtype):
             torch.testing.assert_close(alone, expected, rtol=0, atol=0, equal_nan=True)
 
 
-ACROSS = {
+LAYOUTS = {
     "rows": lambda x: x,
     "transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
     "across": lambda x: x.mT.contiguous().mT,
@@ -185,11 +185,11 @@ ACROSS = {
     ("query_len", "dim", "value_dim"), [(1, 128, 128), (1, 160, 8), (2, 64, 100), (3, 96, 40), (7, 32, 72)]
 )
 @pytest.mark.parametrize("size", [1.0, 1e-38])  # of the values: products that are subnormal, too
-@pytest.mark.parametrize("layout", ACROSS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_row_has_the_same_bits_in_groups_of_any_size(layout, size, query_len, dim, value_dim, dtype):
     query = torch.randn(2, 40, query_len, dim).to(dtype)
     key, value = (
-        ACROSS[layout](torch.randn(2, 1, 555, columns).to(dtype) * scale)
+        LAYOUTS[layout](torch.randn(2, 1, 555, columns).to(dtype) * scale)
         for columns, scale in ((dim, 1.0), (value_dim, size))
     )
     whole = attn_ext.sdpa_with_lse(query, key, value, enable_gqa=True)

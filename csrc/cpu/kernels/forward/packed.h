@@ -61,8 +61,8 @@ void QueryBlock<S>::attend_once(Range keys) {
 template <typename S>
 void QueryBlock<S>::attend_band(int64_t band) {
   const bool drops = params_.dropout.enabled;
-  // Somebody wants the weights before they are rounded.
   const bool in_place = reads_values_in_place() && !careful_;
+  // Somebody wants the weights before they are rounded.
   const bool wide = emit_in_place_ || kept_weights_ != nullptr || values_have_factors() || in_place;
   make_scores(band);
   multiply_factors(band, params_.key_storage, s_.key_factors);
