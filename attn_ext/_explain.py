@@ -15,13 +15,14 @@ class Explanation:
 
     path: str
     """How the CPU kernels go: ``"whole-row"``, ``"online"``, ``"split"``, ``"few-rows"`` or
-    ``"unit-rows"``; or ``"aten"``, the composition over ATen ops."""
+    ``"unit-rows"``; on an NVIDIA GPU which of ATen's fused kernels: ``"flash"``, ``"efficient"`` or
+    ``"cudnn"``; or ``"aten"``, the composition over ATen ops."""
     capability: str
     """The instruction set on the CPU, the device elsewhere."""
     block_rows: int
-    """Query rows worked on at once."""
+    """Query rows worked on at once; of a GPU's fused kernels, which have blocks of their own, all."""
     block_keys: int
-    """Keys worked on at once."""
+    """Keys worked on at once; of a GPU's fused kernels all that any row sees."""
     packed_bytes: int
     """Key and value in another layout or dtype, for the time of the call."""
     scratch_bytes: int

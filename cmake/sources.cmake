@@ -37,6 +37,11 @@ set(ATTN_EXT_SOURCES
   csrc/cpu/forward.cpp
   csrc/cpu/backward.cpp
   csrc/cpu/paged.cpp
+  csrc/cuda/route.cpp
+  csrc/cuda/four_dims.cpp
+  csrc/cuda/fused.cpp
+  csrc/cuda/plan.cpp
+  csrc/cuda/sdpa_cuda.cpp
   csrc/capability.cpp
   csrc/explain.cpp
   csrc/task_times.cpp

@@ -11,6 +11,7 @@
 #include "cpu/fork.h"
 #include "cpu/planned_call.h"
 #include "cpu/saved_weights.h"
+#include "cuda/plan.h"
 
 namespace attn_ext {
 
@@ -32,7 +33,7 @@ std::string why_composition(const at::Tensor& query) {
   return text.str();
 }
 
-Explanation explain_composition(const SdpaArgs& args) {
+Explanation explain_composition(const SdpaArgs& args, const std::string& reason) {
   const Problem problem = describe(args, Seed::kNotYetDrawn);
   const ChunkSizes chunk = chunk_sizes(problem);
   int64_t lead = 1;
@@ -51,7 +52,30 @@ Explanation explain_composition(const SdpaArgs& args) {
                           converted_bytes(args.value, problem.accumulator),
           .scratch_bytes = lead * rows * problem.key_len * score_tensors,
           .saved_bytes = 0,
-          .reason = why_composition(args.query)};
+          .reason = reason};
+}
+
+int64_t bytes_unless_in(const at::Tensor& made, const at::Tensor& given) {
+  return made.defined() && !made.is_alias_of(given) ? static_cast<int64_t>(made.storage().nbytes()) : 0;
+}
+
+Explanation explain_gpu(const SdpaArgs& args) {
+  const cuda::Plan plan = cuda::make_plan(args, {});
+  if (!plan.is_fused()) {
+    return explain_composition(args, "the composition over ATen ops: " + plan.reason);
+  }
+  const cuda::FusedCall& call = plan.call;
+  const bool has_mask = args.attn_mask.defined();
+  return {.path = cuda::name_of(call.backend),
+          .capability = args.query.device().str(),
+          .block_rows = call.query_len(),
+          .block_keys = call.range.keys(),
+          .packed_bytes = bytes_unless_in(call.query, args.query) + bytes_unless_in(call.key, args.key) +
+                          bytes_unless_in(call.value, args.value) +
+                          (has_mask ? bytes_unless_in(call.bias, args.attn_mask) : 0),
+          .scratch_bytes = 0,
+          .saved_bytes = 0,
+          .reason = "a fused kernel of ATen's; in blocks of its own"};
 }
 
 struct PathText {
@@ -114,8 +138,10 @@ constexpr const char* kOneThread =
 Explanation explain(const SdpaArgs& args) {
   const cpu::KernelTable* table = cpu::kernels_in_use();
   const bool on_cpu = args.query.device().is_cpu();
-  Explanation explanation =
-      table != nullptr && on_cpu ? explain_kernels(args, *table) : explain_composition(args);
+  Explanation explanation = args.query.device().is_cuda() ? explain_gpu(args)
+                            : table != nullptr && on_cpu
+                                ? explain_kernels(args, *table)
+                                : explain_composition(args, why_composition(args.query));
   if (on_cpu && cpu::only_one_thread_is_safe()) {
     explanation.reason += kOneThread;
   }

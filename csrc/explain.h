@@ -11,10 +11,12 @@
 namespace attn_ext {
 
 struct Explanation {
-  std::string path;        // "aten", or how the kernels go: "whole-row", "online", "split", "few-rows"
+  // "aten", or how the kernels go: "whole-row", "online", "split", "few-rows", "unit-rows"; on an NVIDIA GPU
+  // which of ATen's: "flash", "efficient", "cudnn"
+  std::string path;
   std::string capability;  // the instruction set, or the device's type where that is not the CPU
-  int64_t block_rows;      // query rows worked on at once
-  int64_t block_keys;      // keys worked on at once
+  int64_t block_rows;      // query rows worked on at once; on a GPU's fused kernels all
+  int64_t block_keys;      // keys worked on at once; there all that any row sees
   int64_t packed_bytes;    // of key and value in another layout or dtype
   int64_t scratch_bytes;   // beyond inputs, outputs and what is packed
   int64_t saved_bytes;     // of weights that are saved for the backward pass

@@ -1,0 +1,108 @@
+#include "four_dims.h"
+
+#include <ATen/ExpandUtils.h>
+#include <ATen/TensorUtils.h>
+#include <ATen/ops/constant_pad_nd.h>
+
+#include <functional>
+#include <numeric>
+
+namespace attn_ext::cuda {
+
+namespace {
+
+constexpr int64_t kAlignment = 16;  // bytes that a kernel loads at once
+
+int64_t product(const Dims& sizes, size_t begin, size_t end) {
+  return std::accumulate(sizes.begin() + static_cast<int64_t>(begin),
+                         sizes.begin() + static_cast<int64_t>(end), int64_t{1}, std::multiplies<>());
+}
+
+Dims with_tail_of(const Dims& lead, const at::Tensor& tensor) {
+  Dims sizes(lead.begin(), lead.end());
+  sizes.append(tensor.sizes().end() - 2, tensor.sizes().end());
+  return sizes;
+}
+
+/// Whether rows begin at multiples of kAlignment.
+bool rows_are_aligned(const at::Tensor& tensor) {
+  const auto element = static_cast<int64_t>(tensor.element_size());
+  for (int64_t dim = 0; dim + 1 < tensor.dim(); ++dim) {
+    if (tensor.size(dim) > 1 && tensor.stride(dim) * element % kAlignment != 0) {
+      return false;
+    }
+  }
+  // Of a tensor without memory (meta), where it would begin.
+  const auto begin = reinterpret_cast<uintptr_t>(tensor.storage().data()) +
+                     static_cast<uintptr_t>(tensor.storage_offset() * element);
+  return begin % kAlignment == 0;
+}
+
+}  // namespace
+
+std::array<int64_t, 2> FourDims::sizes() const {
+  return {product(lead, 0, batches), product(lead, batches, lead.size())};
+}
+
+Dims FourDims::key_lead() const {
+  Dims over(lead.begin(), lead.end());
+  if (keeps_groups()) {
+    over.back() = 1;
+  }
+  return over;
+}
+
+std::optional<at::Tensor> FourDims::view_over(const at::Tensor& canonical, const Dims& over) const {
+  const at::Tensor whole = canonical.expand(with_tail_of(over, canonical));
+  const at::DimVector shape{product(over, 0, batches), product(over, batches, over.size()), whole.size(-2),
+                            whole.size(-1)};
+  if (const auto strides = at::detail::computeStride(whole.sizes(), whole.strides(), shape)) {
+    return whole.as_strided(shape, *strides);
+  }
+  return whole.numel() == canonical.numel() ? std::optional(whole.reshape(shape)) : std::nullopt;
+}
+
+std::optional<at::Tensor> FourDims::view(const at::Tensor& canonical) const {
+  return view_over(canonical, lead);
+}
+
+std::optional<at::Tensor> FourDims::query_view(const at::Tensor& tensor) const {
+  const bool is_one = lead.size() == 3 && batches == 1 && tensor.dim() == 4 && tensor.size(0) == lead[0] &&
+                      tensor.size(1) == lead[1] * lead[2];
+  return is_one ? tensor : view_over(layout.of_query_heads(tensor, 2), lead);
+}
+
+std::optional<at::Tensor> FourDims::key_view(const at::Tensor& tensor) const {
+  const bool is_one = lead.size() == 3 && batches == 1 && tensor.dim() == 4 && tensor.size(0) == lead[0] &&
+                      tensor.size(1) == lead[1];
+  return is_one ? tensor : view_over(layout.of_key_heads(tensor, 2), key_lead());
+}
+
+at::Tensor FourDims::back(const at::Tensor& result, const Dims& over, const at::Tensor& canonical,
+                          const at::Tensor& input) const {
+  const at::Tensor whole = result.reshape(with_tail_of(over, result));
+  return at::sum_to(whole, canonical.sizes()).reshape(input.sizes());
+}
+
+at::Tensor FourDims::of_query_view(const at::Tensor& result, const at::Tensor& input) const {
+  const at::Tensor summed =
+      result.sizes() == input.sizes() ? result : back(result, lead, layout.of_query_heads(input, 2), input);
+  return in_order(summed, memory_order(input, input.dim()));
+}
+
+at::Tensor FourDims::of_key_view(const at::Tensor& result, const at::Tensor& input) const {
+  const at::Tensor summed = result.sizes() == input.sizes()
+                                ? result
+                                : back(result, key_lead(), layout.of_key_heads(input, 2), input);
+  return in_order(summed, memory_order(input, input.dim()));
+}
+
+at::Tensor aligned(const at::Tensor& tensor, int64_t columns) {
+  if (tensor.size(-1) != columns) {
+    return at::constant_pad_nd(tensor, {0, columns - tensor.size(-1)}, 0);
+  }
+  return tensor.stride(-1) == 1 && rows_are_aligned(tensor) ? tensor
+                                                            : tensor.clone(at::MemoryFormat::Contiguous);
+}
+
+}  // namespace attn_ext::cuda

@@ -1,0 +1,173 @@
+#include "fused.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/_efficient_attention_backward.h>
+#include <ATen/ops/_efficient_attention_forward.h>
+#include <ATen/ops/_flash_attention_backward.h>
+#include <ATen/ops/_flash_attention_forward.h>
+#include <ATen/ops/_scaled_dot_product_cudnn_attention.h>
+#include <ATen/ops/_scaled_dot_product_cudnn_attention_backward.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/where.h>
+
+#include <limits>
+
+namespace attn_ext::cuda {
+
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+/// (N, H, rows, features) <-> (N, rows, H, features), as flash attention and the efficient kernel count dims.
+at::Tensor swapped(const at::Tensor& tensor) {
+  return tensor.transpose(1, 2);
+}
+
+/// What is handed on of a random state that nobody draws from.
+at::Tensor no_draw(const FusedCall& call, at::IntArrayRef sizes, at::ScalarType dtype) {
+  return at::empty(sizes, call.query.options().dtype(dtype));
+}
+
+/// The lse of rows that see nothing because of the band.
+void fill_blind_rows(const FusedCall& call, const at::Tensor& lse, double number) {
+  const int64_t rows = call.query_len(), first = call.range.first_seeing_row,
+                end = call.range.end_of_seeing_rows;
+  if (first > 0) {
+    lse.narrow(-1, 0, first).fill_(number);
+  }
+  if (end < rows) {
+    lse.narrow(-1, end, rows - end).fill_(number);
+  }
+}
+
+struct FlashCall {
+  int64_t rows, keys;
+  FlashWindow window;
+  bool is_causal;
+
+  explicit FlashCall(const FusedCall& call)
+      : rows(call.query_len()),
+        keys(call.range.keys()),
+        window(*flash_window(call.range, rows)),
+        is_causal(window.left < 0 && window.right == 0) {}
+
+  std::optional<c10::SymInt> left() const { return of(window.left); }
+  std::optional<c10::SymInt> right() const { return of(window.right); }
+
+ private:
+  static std::optional<c10::SymInt> of(int64_t side) {
+    return side < 0 ? std::nullopt : std::optional<c10::SymInt>(side);
+  }
+};
+
+FusedOutputs flash_forward(const FusedCall& call) {
+  const FlashCall flash(call);
+  auto results = at::_flash_attention_forward_symint(
+      swapped(call.query), swapped(call.key), swapped(call.value), /*cum_seq_q=*/std::nullopt,
+      /*cum_seq_k=*/std::nullopt, flash.rows, flash.keys, /*dropout_p=*/0.0, flash.is_causal,
+      /*return_debug_mask=*/false, call.scale, flash.left(), flash.right());
+  const FusedOutputs outputs{swapped(std::get<0>(results)), std::get<1>(results)};
+  fill_blind_rows(call, outputs.lse, -kInfinity);
+  return outputs;
+}
+
+FusedGrads flash_backward(const FusedCall& call, const at::Tensor& grad_output, const FusedOutputs& rows) {
+  const FlashCall flash(call);
+  at::Tensor lse = rows.lse;
+  if (call.range.has_blind_rows(flash.rows)) {
+    lse = lse.clone();
+    fill_blind_rows(call, lse, kInfinity);
+  }
+  auto [query, key, value] = at::_flash_attention_backward_symint(
+      swapped(grad_output), swapped(call.query), swapped(call.key), swapped(call.value), swapped(rows.output),
+      lse, /*cum_seq_q=*/{}, /*cum_seq_k=*/{}, flash.rows, flash.keys, /*dropout_p=*/0.0, flash.is_causal,
+      no_draw(call, {2}, at::kUInt64), no_draw(call, {}, at::kUInt64), call.scale, flash.left(),
+      flash.right());
+  return {swapped(query), swapped(key), swapped(value), {}};
+}
+
+constexpr int64_t kLseAlignment = 32;  // of the efficient kernel, in rows
+
+FusedOutputs efficient_forward(const FusedCall& call) {
+  const EfficientMask mask = *efficient_mask(call.range, call.query_len());
+  auto results = at::_efficient_attention_forward_symint(
+      swapped(call.query), swapped(call.key), swapped(call.value), optional_of(call.bias),
+      /*cu_seqlens_q=*/std::nullopt, /*cu_seqlens_k=*/std::nullopt, /*max_seqlen_q=*/std::nullopt,
+      /*max_seqlen_k=*/std::nullopt, /*dropout_p=*/0.0, mask.type, /*compute_log_sumexp=*/true, call.scale,
+      /*seqlen_k=*/std::nullopt, mask.window);
+  at::Tensor lse = std::get<1>(results).narrow(-1, 0, call.query_len());
+  // The kernel has 0 there.
+  lse = call.sees.defined() ? at::where(call.sees, lse, -kInfinity).to(at::kFloat) : lse.contiguous();
+  return {swapped(std::get<0>(results)), lse};
+}
+
+FusedGrads efficient_backward(const FusedCall& call, const at::Tensor& grad_output, const FusedOutputs& rows,
+                              bool wants_bias_grad) {
+  const EfficientMask mask = *efficient_mask(call.range, call.query_len());
+  const int64_t len = call.query_len(), aligned = (len + kLseAlignment - 1) / kLseAlignment * kLseAlignment;
+  // exp(score - inf) is 0 where exp(-inf + inf) is not.
+  at::Tensor lse =
+      call.bias.defined() ? at::where(rows.lse == -kInfinity, kInfinity, rows.lse).to(at::kFloat) : rows.lse;
+  if (aligned != len) {
+    const at::Tensor padded = at::full({lse.size(0), lse.size(1), aligned}, kInfinity, lse.options());
+    padded.narrow(-1, 0, len).copy_(lse);
+    lse = padded;
+  }
+  auto [query, key, value, bias] = at::_efficient_attention_backward_symint(
+      swapped(grad_output), swapped(call.query), swapped(call.key), swapped(call.value),
+      optional_of(call.bias), swapped(rows.output), /*cu_seqlens_q=*/std::nullopt,
+      /*cu_seqlens_k=*/std::nullopt, len, call.range.keys(), lse, /*dropout_p=*/0.0,
+      no_draw(call, {}, at::kLong), no_draw(call, {}, at::kLong), mask.type, wants_bias_grad, call.scale,
+      /*num_splits_key=*/std::nullopt, mask.window);
+  return {swapped(query), swapped(key), swapped(value), bias};
+}
+
+FusedOutputs cudnn_forward(const FusedCall& call) {
+  auto results = at::_scaled_dot_product_cudnn_attention(
+      call.query, call.key, call.value, optional_of(call.bias), /*compute_log_sumexp=*/true,
+      /*dropout_p=*/0.0, call.range.kind == BandKind::kCausal, /*return_debug_mask=*/false, call.scale);
+  return {std::get<0>(results), std::get<1>(results).squeeze(-1)};
+}
+
+FusedGrads cudnn_backward(const FusedCall& call, const at::Tensor& grad_output, const FusedOutputs& rows) {
+  // In the output's layout, without which it would be copied with a warning.
+  at::Tensor grad = grad_output;
+  if (grad.strides() != rows.output.strides()) {
+    grad = at::empty_like(rows.output).copy_(grad_output);
+  }
+  auto [query, key, value] = at::_scaled_dot_product_cudnn_attention_backward_symint(
+      grad, call.query, call.key, call.value, rows.output, rows.lse.unsqueeze(-1),
+      no_draw(call, {}, at::kLong), no_draw(call, {}, at::kLong), call.bias, /*cum_seq_q=*/{},
+      /*cum_seq_k=*/{}, call.query_len(), call.range.keys(), /*dropout_p=*/0.0,
+      call.range.kind == BandKind::kCausal, call.scale);
+  return {query, key, value, {}};
+}
+
+}  // namespace
+
+FusedOutputs fused_forward(const FusedCall& call) {
+  switch (call.backend) {
+    case Backend::kFlash:
+      return flash_forward(call);
+    case Backend::kEfficient:
+      return efficient_forward(call);
+    default:
+      return cudnn_forward(call);
+  }
+}
+
+FusedGrads fused_backward(const FusedCall& call, const at::Tensor& grad_output, const FusedOutputs& rows,
+                          bool wants_bias_grad) {
+  switch (call.backend) {
+    case Backend::kFlash:
+      return flash_backward(call, grad_output, rows);
+    case Backend::kEfficient:
+      return efficient_backward(call, grad_output, rows, wants_bias_grad);
+    default:
+      return cudnn_backward(call, grad_output, rows);
+  }
+}
+
+}  // namespace attn_ext::cuda

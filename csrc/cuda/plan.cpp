@@ -1,0 +1,356 @@
+#include "plan.h"
+
+#include <ATen/Context.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_fused_sdp_choice.h>
+#include <ATen/ops/amax.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/ones.h>
+
+#include <cmath>
+#include <limits>
+
+namespace attn_ext::cuda {
+
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr int64_t kBiasAlignment = 16;      // elements between the rows of a bias
+constexpr int64_t kMostGridBlocks = 65535;  // in the dims of a grid that count N and H
+constexpr int64_t kFlashDims = 256;
+// Elements of a bias that may be made larger than its mask, by a band that is put into it, or of a gradient
+// that is larger: what one chunk of the composition holds.
+constexpr int64_t kMostMadeElements = int64_t{1} << 24;
+
+bool is_half(at::ScalarType dtype) {
+  return dtype == at::kHalf || dtype == at::kBFloat16;
+}
+
+/// Why the call cannot go to any of ATen's kernels; nothing if it may.
+const char* why_composed(const SdpaArgs& args, const Problem& problem, const Purpose& purpose) {
+  if (args.sequences.defined()) {
+    return "packed sequences";
+  }
+  if (problem.dropout_p > 0.0) {
+    return "dropout: the fused kernels draw other numbers";
+  }
+  if (problem.softcap > 0.0) {
+    return "softcap, which the fused kernels do not have";
+  }
+  if (purpose.sides.weights || purpose.sides.key_mass || purpose.takes_grads_of_sides) {
+    return "weights or key mass, which the fused kernels do not return";
+  }
+  if (args.unrounded || purpose.has_delta) {
+    return "a part of a call, whose results are not rounded";
+  }
+  if (!is_half(problem.dtype) && problem.dtype != at::kFloat) {
+    return "dtype Double";
+  }
+  if (!(problem.scale > 0.0 && problem.scale < kInfinity)) {
+    return "a scale that is not positive and finite";
+  }
+  if (args.attn_mask.defined() && args.attn_mask.scalar_type() != at::kBool &&
+      args.attn_mask.scalar_type() != problem.dtype) {
+    return "attn_mask of dtype Float beside a query of another: the fused kernels take that of the query, to "
+           "which attn_mask.to(query.dtype) would round it";
+  }
+  if (problem.query_len == 0 || problem.key_len == 0 || problem.head_dim == 0 || problem.value_dim == 0 ||
+      args.query.numel() == 0 || args.key.numel() == 0) {
+    return "nothing to attend to";
+  }
+  return nullptr;
+}
+
+int64_t rounded_up(int64_t number, int64_t to) {
+  return (number + to - 1) / to * to;
+}
+
+/// (Lq, keys), True where the band lets through.
+at::Tensor visible_by(const VisibleRange& range, int64_t query_len, const at::TensorOptions& options) {
+  const auto numbers = options.dtype(at::kLong);
+  const at::Tensor rows = at::arange(query_len, numbers).unsqueeze(-1),
+                   keys = at::arange(range.keys(), numbers);
+  const at::Tensor visible = range.band.high ? keys.le(rows + *range.band.high)
+                                             : at::ones({query_len, range.keys()}, options.dtype(at::kBool));
+  return range.band.low ? visible.logical_and(keys.ge(rows + *range.band.low)) : visible;
+}
+
+/// (lead or 1, Lq or 1, keys): a mask of the range's keys, in the query's dtype with -inf where it hides, and
+/// rows kBiasAlignment apart.
+at::Tensor make_bias(const at::Tensor& mask, const at::Tensor& visible, at::ScalarType dtype, int64_t keys) {
+  const bool is_bool = mask.scalar_type() == at::kBool;
+  at::DimVector sizes(mask.sizes().begin(), mask.sizes().end());
+  sizes.back() = keys;
+  if (visible.defined()) {
+    sizes[sizes.size() - 2] = visible.size(-2);
+  }
+  if (!is_bool && !visible.defined() && mask.size(-1) == keys && mask.stride(-1) == 1) {
+    const auto alignment = kBiasAlignment * static_cast<int64_t>(mask.element_size());
+    bool fits = reinterpret_cast<uintptr_t>(mask.storage().data()) % 16 == 0 &&
+                mask.storage_offset() % kBiasAlignment == 0;
+    for (int64_t dim = 0; dim + 1 < mask.dim(); ++dim) {
+      const int64_t stride = mask.size(dim) > 1 ? mask.stride(dim) : 0;
+      fits = fits && stride * static_cast<int64_t>(mask.element_size()) % alignment == 0;
+    }
+    if (fits) {
+      return mask;
+    }
+  }
+  at::DimVector padded = sizes;
+  padded.back() = rounded_up(keys, kBiasAlignment);
+  const at::Tensor bias = at::empty(padded, mask.options().dtype(dtype)).narrow(-1, 0, keys);
+  if (is_bool) {
+    const at::Tensor shown = visible.defined() ? mask.logical_and(visible) : mask;
+    bias.fill_(-kInfinity).masked_fill_(shown, 0.0);
+  } else {
+    bias.copy_(mask);
+    if (visible.defined()) {
+      bias.masked_fill_(visible.logical_not(), -kInfinity);
+    }
+  }
+  return bias;
+}
+
+/// (lead or 1, Lq or 1), True in rows that a mask leaves something.
+at::Tensor rows_that_see(const at::Tensor& bias) {
+  return at::amax(bias, -1) != -kInfinity;
+}
+
+/// What makes a plan, step by step.
+class Planner {
+ public:
+  Planner(const SdpaArgs& args, const Purpose& purpose)
+      : args_(args), purpose_(purpose), plan_{{}, describe(args)} {}
+
+  Plan make() {
+    const char* reason = why_composed(args_, plan_.problem, purpose_);
+    if (reason == nullptr) {
+      reason = try_fused();
+    }
+    if (reason != nullptr) {
+      plan_.call = {};
+      plan_.reason = reason;
+    }
+    return std::move(plan_);
+  }
+
+ private:
+  static constexpr const char* kNoView = "batch dims whose tensors would have to be copied to broadcast them";
+  static constexpr const char* kNoKernel =
+      "no fused kernel takes these shapes, dtypes and masks, or those that "
+      "do are switched off (torch.nn.attention.sdpa_kernel)";
+
+  /// Why it cannot be; nullptr if the plan is made.
+  const char* try_fused() {
+    const Problem& problem = plan_.problem;
+    plan_.call.range = visible_range(problem.band, problem.query_len, problem.key_len);
+    plan_.call.scale = problem.scale;
+    if (plan_.call.range.kind == BandKind::kNothing) {
+      return "no row sees a key";
+    }
+    if (args_.attn_mask.defined()) {
+      if (const char* reason = take_mask()) {
+        return reason;
+      }
+    }
+    const auto batch_dims = static_cast<size_t>(problem.layout.batch_dims);
+    if (!view(batch_dims)) {
+      return kNoView;
+    }
+    Backend backend = choose();
+    const bool lacks_groups = backend == Backend::kComposition || backend == Backend::kEfficient;
+    if (problem.layout.group > 1 && lacks_groups) {
+      if (!view(batch_dims + 1)) {
+        return kNoView;
+      }
+      backend = choose();
+    }
+    if (backend == Backend::kEfficient && heads_lie_outside() && view_if_it_fits(batch_dims + 2)) {
+      backend = choose();
+    }
+    if (backend == Backend::kComposition || (backend == Backend::kFlash && !make_dims_equal())) {
+      return kNoKernel;
+    }
+    const auto [batches, heads] = plan_.dims.sizes();
+    if (batches > kMostGridBlocks || heads > kMostGridBlocks) {
+      return "more heads than a grid has blocks";
+    }
+    plan_.call.backend = backend;
+    if (mask_.defined()) {
+      return make_bias_of(backend) ? nullptr : kNoView;
+    }
+    return nullptr;
+  }
+
+  /// The mask, with the band in it; the range has none then.
+  const char* take_mask() {
+    const Problem& problem = plan_.problem;
+    VisibleRange& range = plan_.call.range;
+    mask_ = problem.layout.of_query_heads(args_.attn_mask, 2);
+    if (mask_.size(-1) != 1) {
+      mask_ = mask_.narrow(-1, range.key_begin, range.keys());
+    }
+    int64_t lead = 1;
+    for (int64_t dim = 0; dim + 2 < mask_.dim(); ++dim) {
+      lead *= mask_.size(dim);
+    }
+    if (range.kind != BandKind::kAll) {
+      if (lead * problem.query_len * range.keys() > kMostMadeElements) {
+        return "attn_mask beside a window or is_causal, too large to be made one bias";
+      }
+      visible_ = visible_by(range, problem.query_len, mask_.options());
+      range.band = {};
+      range.kind = BandKind::kAll;
+      range.first_seeing_row = 0;
+      range.end_of_seeing_rows = problem.query_len;
+    }
+    int64_t scores = problem.query_len * range.keys();
+    for (const int64_t size : problem.lead) {
+      scores *= size;
+    }
+    if (purpose_.wants_bias_grad && scores > std::max(4 * mask_.numel(), kMostMadeElements)) {
+      return "the gradient of attn_mask, which the fused kernels make of the size of all scores";
+    }
+    return nullptr;
+  }
+
+  /// Query, key and value with the first `batches` lead dims in N; false if that is no view.
+  bool view(size_t batches) {
+    const Problem& problem = plan_.problem;
+    FusedCall& call = plan_.call;
+    plan_.dims = {problem.layout, problem.lead, batches};
+    const VisibleRange& range = call.range;
+    const auto narrowed = [&](const at::Tensor& tensor) {
+      return range.keys() == problem.key_len ? tensor : tensor.narrow(-2, range.key_begin, range.keys());
+    };
+    const auto query = plan_.dims.query_view(args_.query);
+    const auto key = plan_.dims.key_view(narrowed(args_.key));
+    const auto value = plan_.dims.key_view(narrowed(args_.value));
+    if (!query || !key || !value) {
+      return false;
+    }
+    const int64_t step = is_half(problem.dtype) ? 8 : 4;
+    const int64_t dims = rounded_up(problem.head_dim, step);
+    call.query = aligned(*query, dims);
+    call.key = aligned(*key, dims);
+    if (purpose_.takes_lse_grad) {
+      const int64_t more = rounded_up(problem.value_dim + kLseColumns, step) - problem.value_dim;
+      at::DimVector sizes(value->sizes().begin(), value->sizes().end());
+      sizes.back() = more;
+      call.value = at::cat({*value, at::ones(sizes, value->options())}, -1);
+    } else {
+      call.value = aligned(*value, rounded_up(problem.value_dim, step));
+    }
+    return true;
+  }
+
+  bool view_if_it_fits(size_t batches) {
+    Plan before = plan_;
+    if (view(batches) && plan_.dims.sizes()[0] <= kMostGridBlocks &&
+        (!mask_.defined() || plan_.dims.view(mask_.expand(mask_with_rows())))) {
+      return true;
+    }
+    plan_ = std::move(before);
+    return false;
+  }
+
+  at::DimVector mask_with_rows() const {
+    at::DimVector sizes(mask_.sizes().begin(), mask_.sizes().end());
+    sizes[sizes.size() - 2] = plan_.problem.query_len;
+    sizes.back() = plan_.call.range.keys();
+    return sizes;
+  }
+
+  /// Whether the query has its heads outside of its rows, so that an output in whose memory they lie inside
+  /// would have to be laid out anew.
+  bool heads_lie_outside() const {
+    const at::Tensor& query = plan_.call.query;
+    return query.size(1) > 1 && query.size(2) > 1 && query.stride(1) > query.stride(2);
+  }
+
+  Backend choose() {
+    const FusedCall& call = plan_.call;
+    const auto& context = at::globalContext();
+    const int64_t dims = std::max(call.query.size(-1), call.value.size(-1));
+    const RouteRequest request{
+        .kind = call.range.kind,
+        .has_flash_window = dims <= kFlashDims && flash_window(call.range, call.query_len()).has_value(),
+        .has_efficient_mask = efficient_mask(call.range, call.query_len()).has_value(),
+        .has_bias = mask_.defined(),
+        .wants_bias_grad = purpose_.wants_bias_grad};
+    return route(request, choice_of_aten(), context.userEnabledFlashSDP(),
+                 context.userEnabledMemEfficientSDP());
+  }
+
+  Backend choice_of_aten() const {
+    const FusedCall& call = plan_.call;
+    at::Tensor query = call.query;
+    const bool trains =
+        purpose_.is_backward ||
+        (at::GradMode::is_enabled() &&
+         (args_.query.requires_grad() || args_.key.requires_grad() || args_.value.requires_grad()));
+    const at::AutoGradMode grad_mode(trains);
+    if (trains && !query.requires_grad()) {
+      query = query.detach().set_requires_grad(true);
+    }
+    std::optional<at::Tensor> mask;
+    if (mask_.defined()) {
+      mask = call.query.new_empty({1}).expand({1, 1, call.query_len(), call.range.keys()});
+    }
+    const int64_t choice = at::_fused_sdp_choice(query, call.key, call.value, mask, /*dropout_p=*/0.0,
+                                                 call.range.kind == BandKind::kCausal, call.scale,
+                                                 /*enable_gqa=*/call.key.size(1) != call.query.size(1));
+    const bool is_known = choice > 0 && choice <= static_cast<int64_t>(Backend::kCudnn);
+    return is_known ? static_cast<Backend>(choice) : Backend::kComposition;
+  }
+
+  /// Zeros beside the narrower of the head dims.
+  bool make_dims_equal() {
+    FusedCall& call = plan_.call;
+    const int64_t dims = std::max(call.query.size(-1), call.value.size(-1));
+    call.query = aligned(call.query, dims);
+    call.key = aligned(call.key, dims);
+    call.value = aligned(call.value, dims);
+    return dims <= kFlashDims;
+  }
+
+  bool make_bias_of(Backend backend) {
+    FusedCall& call = plan_.call;
+    const at::Tensor bias = make_bias(mask_, visible_, plan_.problem.dtype, call.range.keys());
+    const auto whole = plan_.dims.view(bias.expand(mask_with_rows()));
+    if (!whole) {
+      return false;
+    }
+    call.bias = *whole;
+    if (backend == Backend::kEfficient && !purpose_.is_backward) {
+      const auto sees = plan_.dims.view(rows_that_see(bias).unsqueeze(-1).expand([&] {
+        auto sizes = mask_with_rows();
+        sizes.back() = 1;
+        return sizes;
+      }()));
+      if (!sees) {
+        return false;
+      }
+      call.sees = sees->squeeze(-1);
+    }
+    return true;
+  }
+
+  const SdpaArgs& args_;
+  const Purpose& purpose_;
+  Plan plan_;
+  at::Tensor mask_;     // (lead or 1, Lq or 1, keys or 1), as it came
+  at::Tensor visible_;  // (Lq, keys), of a band that goes into the bias
+};
+
+}  // namespace
+
+Plan make_plan(const SdpaArgs& args, const Purpose& purpose) {
+  return Planner(args, purpose).make();
+}
+
+}  // namespace attn_ext::cuda
