@@ -7,7 +7,7 @@ set(ATTN_EXT_SOURCES
   csrc/memory_order.cpp
   csrc/sequences.cpp
   csrc/autograd/sdpa_autograd.cpp
-  csrc/autograd/sdpa_autograd_cpu.cpp
+  csrc/autograd/sdpa_shortcuts.cpp
   csrc/autocast/sdpa_autocast.cpp
   csrc/meta/sdpa_meta.cpp
   csrc/paged/check.cpp

@@ -28,7 +28,8 @@ std::string why_composition(const at::Tensor& query) {
   if (query.device().is_cpu()) {
     text << "ATTN_EXT_CPU_CAPABILITY=aten: the composition over ATen ops, a chunk of query rows at a time";
   } else {
-    text << "device " << query.device() << ": the composition over ATen ops serves every device but the CPU";
+    text << "device " << query.device()
+         << ": the composition over ATen ops serves every device but the CPU and NVIDIA's GPUs";
   }
   return text.str();
 }
@@ -48,8 +49,9 @@ Explanation explain_composition(const SdpaArgs& args, const std::string& reason)
           .capability = args.query.device().is_cpu() ? cpu_capability() : args.query.device().str(),
           .block_rows = rows,
           .block_keys = problem.key_len,
-          .packed_bytes = converted_bytes(args.key, problem.accumulator) +
-                          converted_bytes(args.value, problem.accumulator),
+          .packed_bytes = args.query.is_cuda() ? 0
+                                               : converted_bytes(args.key, problem.accumulator) +
+                                                     converted_bytes(args.value, problem.accumulator),
           .scratch_bytes = lead * rows * problem.key_len * score_tensors,
           .saved_bytes = 0,
           .reason = reason};
@@ -57,25 +59,6 @@ Explanation explain_composition(const SdpaArgs& args, const std::string& reason)
 
 int64_t bytes_unless_in(const at::Tensor& made, const at::Tensor& given) {
   return made.defined() && !made.is_alias_of(given) ? static_cast<int64_t>(made.storage().nbytes()) : 0;
-}
-
-Explanation explain_gpu(const SdpaArgs& args) {
-  const cuda::Plan plan = cuda::make_plan(args, {});
-  if (!plan.is_fused()) {
-    return explain_composition(args, "the composition over ATen ops: " + plan.reason);
-  }
-  const cuda::FusedCall& call = plan.call;
-  const bool has_mask = args.attn_mask.defined();
-  return {.path = cuda::name_of(call.backend),
-          .capability = args.query.device().str(),
-          .block_rows = call.query_len(),
-          .block_keys = call.range.keys(),
-          .packed_bytes = bytes_unless_in(call.query, args.query) + bytes_unless_in(call.key, args.key) +
-                          bytes_unless_in(call.value, args.value) +
-                          (has_mask ? bytes_unless_in(call.bias, args.attn_mask) : 0),
-          .scratch_bytes = 0,
-          .saved_bytes = 0,
-          .reason = "a fused kernel of ATen's; in blocks of its own"};
 }
 
 struct PathText {
@@ -134,6 +117,25 @@ constexpr const char* kOneThread =
     "; on one thread: this process was forked inside a parallel region, whose threads stayed in the parent";
 
 }  // namespace
+
+Explanation explain_gpu(const SdpaArgs& args) {
+  const cuda::Plan plan = cuda::make_plan(args, {});
+  if (!plan.is_fused()) {
+    return explain_composition(args, "the composition over ATen ops: " + plan.reason);
+  }
+  const cuda::FusedCall& call = plan.call;
+  const bool has_mask = args.attn_mask.defined();
+  return {.path = cuda::name_of(call.backend),
+          .capability = args.query.device().str(),
+          .block_rows = call.query_len(),
+          .block_keys = call.range.keys(),
+          .packed_bytes = bytes_unless_in(call.query, args.query) + bytes_unless_in(call.key, args.key) +
+                          bytes_unless_in(call.value, args.value) +
+                          (has_mask ? bytes_unless_in(call.bias, args.attn_mask) : 0),
+          .scratch_bytes = 0,
+          .saved_bytes = 0,
+          .reason = "a fused kernel of ATen's; in blocks of its own"};
+}
 
 Explanation explain(const SdpaArgs& args) {
   const cpu::KernelTable* table = cpu::kernels_in_use();

@@ -26,4 +26,7 @@ struct Explanation {
 /// Throws what the call itself would throw.
 ATTN_EXT_API Explanation explain(const SdpaArgs& args);
 
+/// As on an NVIDIA GPU, wherever the tensors are.
+ATTN_EXT_API Explanation explain_gpu(const SdpaArgs& args);
+
 }  // namespace attn_ext

@@ -62,7 +62,28 @@ MemoryOrder memory_order(const at::Tensor& input, int64_t dims) {
   return order;
 }
 
+namespace {
+
+/// Whether the tensor lies so, without gaps.
+bool is_in_order(const at::Tensor& tensor, const MemoryOrder& order) {
+  const at::IntArrayRef sizes = tensor.sizes(), strides = tensor.strides();
+  int64_t step = 1;
+  for (size_t place = order.size(); place-- > 0;) {
+    const auto dim = static_cast<size_t>(order[place]);
+    if (sizes[dim] != 1 && strides[dim] != step) {
+      return false;
+    }
+    step *= at_least_one(sizes[dim]);
+  }
+  return true;
+}
+
+}  // namespace
+
 at::Tensor in_order(const at::Tensor& tensor, const MemoryOrder& order) {
+  if (!tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && is_in_order(tensor, order)) {
+    return tensor;
+  }
   MemoryOrder back = contiguous_order(static_cast<int64_t>(order.size()));
   for (size_t place = 0; place < order.size(); ++place) {
     back[static_cast<size_t>(order[place])] = static_cast<int64_t>(place);

@@ -1,5 +1,4 @@
-"""The way to ATen's fused kernels on NVIDIA GPUs, tried without one: stand-ins for the kernels, on the CPU's tensors.
-"""
+"""The way to ATen's fused kernels on NVIDIA GPUs, tried without one: stand-ins for the kernels, on the CPU's tensors."""
 
 import sys
 from pathlib import Path

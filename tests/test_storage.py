@@ -63,7 +63,9 @@ def test_freed_between_forward_and_backward(name, device):
     output = arguments(operator("sdpa"))
     free(output if name == "output" else input_of(arguments, name))
     with gone(name):
-        torch.autograd.grad(output, list(arguments.differentiable().values()), torch.ones(output.shape))
+        torch.autograd.grad(
+            output, list(arguments.differentiable().values()), torch.ones(output.shape, device=device)
+        )
 
 
 @pytest.mark.parametrize("name", [*GRADS, "output", "lse", "dropout_seed"])

@@ -59,7 +59,7 @@ OutputGrads narrow_grads(const Problem& problem, const OutputGrads& grads, const
   OutputGrads narrowed;
   const auto dtype = problem.accumulator;
   if (grads.output.defined()) {
-    narrowed.output = grads.output.narrow(-2, bounds.row_begin, bounds.rows()).to(dtype);
+    narrowed.output = grads.output.narrow(-2, bounds.row_begin, bounds.rows()).to(problem.factors);
   }
   if (grads.lse.defined()) {
     narrowed.lse = grads.lse.narrow(-1, bounds.row_begin, bounds.rows()).to(dtype);

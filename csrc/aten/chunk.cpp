@@ -45,8 +45,12 @@ at::Tensor mask_of(const Problem& problem, const ChunkBounds& bounds) {
 
 /// Scores with bias, -inf where not visible; fills in chunk.capped and chunk.visible.
 at::Tensor make_scores(const Problem& problem, Chunk& chunk) {
-  at::Tensor scores = contract(chunk.query * problem.scale, "QD", chunk.key, "KD", "QK",
-                               broadcast_lead(chunk.query, chunk.key));
+  const bool scales_query = problem.factors == problem.accumulator;
+  at::Tensor scores = contract(scales_query ? chunk.query * problem.scale : chunk.query, "QD", chunk.key,
+                               "KD", "QK", broadcast_lead(chunk.query, chunk.key));
+  if (!scales_query) {
+    scores = scores * problem.scale;
+  }
   if (problem.softcap > 0.0) {
     scores = chunk.capped = at::tanh(scores / problem.softcap) * problem.softcap;
   }
@@ -150,7 +154,7 @@ at::Tensor weighted_values(const Chunk& chunk, const at::Tensor& weights, const 
 Chunk make_chunk(const Problem& problem, const ChunkBounds& bounds, const GivenRows& given) {
   Chunk chunk;
   chunk.bounds = bounds;
-  chunk.query = problem.query.narrow(-2, bounds.row_begin, bounds.rows()).to(problem.accumulator);
+  chunk.query = problem.query.narrow(-2, bounds.row_begin, bounds.rows()).to(problem.factors);
   chunk.key = problem.key.narrow(-2, bounds.key_begin, bounds.keys());
   chunk.value = problem.value.narrow(-2, bounds.key_begin, bounds.keys());
   const at::Tensor scores = make_scores(problem, chunk);

@@ -77,6 +77,31 @@ Dims joined(std::initializer_list<const Dims*> parts) {
   return all;
 }
 
+bool is_half(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
+}
+
+/// What the product is made of and summed in.
+at::ScalarType sum_dtype(const at::Tensor& left, const at::Tensor& right) {
+  return is_half(left) || is_half(right) ? at::kFloat : left.scalar_type();
+}
+
+/// Of matrices of which one may be of float and the other of half precision, which both are rounded to.
+at::Tensor matrix_product(const at::Tensor& left, const at::Tensor& right) {
+  if (!is_half(left) && !is_half(right)) {
+    return at::bmm(left, right);
+  }
+  const auto half = (is_half(right) ? right : left).scalar_type();
+  return at::bmm(left.to(half), right.to(half), at::kFloat);
+}
+
+/// Summed over what the other side lacks, in float.
+at::Tensor summed_before(const at::Tensor& tensor, const Dims& dims) {
+  return dims.empty()
+             ? tensor
+             : tensor.sum(dims, /*keepdim=*/true, is_half(tensor) ? at::kFloat : tensor.scalar_type());
+}
+
 /// As a batch of matrices of the first and of the second group of dims; `rest` is of size 1.
 at::Tensor as_matrices(const at::Tensor& tensor, const Dims& batch, const Dims& first, const Dims& second,
                        const Dims& rest) {
@@ -113,13 +138,15 @@ at::Tensor contract(const at::Tensor& left_tensor, Letters left_dims, const at::
       const auto dim = static_cast<int64_t>(kLetters.find(letter)) - static_cast<int64_t>(kLetters.size());
       sizes.push_back(left.size(dim) == 1 ? right.size(dim) : left.size(dim));
     }
-    return at::zeros(sizes, left.options());
+    return at::zeros(sizes, left.options().dtype(sum_dtype(left, right)));
   }
-  left = roles.sum_left.empty() ? left : left.sum(roles.sum_left, /*keepdim=*/true);
-  right = roles.sum_right.empty() ? right : right.sum(roles.sum_right, /*keepdim=*/true);
-
-  const at::Tensor product = at::bmm(as_matrices(left, roles.batch, roles.rows, roles.inner, roles.columns),
-                                     as_matrices(right, roles.batch, roles.inner, roles.columns, roles.rows));
+  if (!roles.sum_left.empty() || !roles.sum_right.empty()) {  // a rounded sum would be another sum
+    left = summed_before(left, roles.sum_left).to(sum_dtype(left, right));
+    right = summed_before(right, roles.sum_right).to(left.scalar_type());
+  }
+  const at::Tensor product =
+      matrix_product(as_matrices(left, roles.batch, roles.rows, roles.inner, roles.columns),
+                     as_matrices(right, roles.batch, roles.inner, roles.columns, roles.rows));
   // Back to (lead, Q, K, D), where every inner dim is 1 now.
   const Dims order = joined({&roles.batch, &roles.rows, &roles.columns, &roles.inner});
   Dims sizes, back(order.size(), 0);
@@ -145,7 +172,7 @@ namespace {
 at::Tensor sum_of_nonfinite(const at::Tensor& left, Letters left_dims, const at::Tensor& sees,
                             const at::Tensor& right, Letters right_dims, Letters out_dims, const Dims& lead) {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
-  const auto dtype = left.scalar_type();
+  const auto dtype = right.scalar_type();  // which has -1, 0 and 1
   const auto difference = [&](const at::Tensor& a, const at::Tensor& b) { return a.to(dtype) - b.to(dtype); };
   const auto count = [&](const at::Tensor& a, const at::Tensor& b) {
     return contract(a, left_dims, b, right_dims, out_dims, lead);
@@ -156,7 +183,7 @@ at::Tensor sum_of_nonfinite(const at::Tensor& left, Letters left_dims, const at:
   const at::Tensor infinities = count(left_sign.abs(), right_sign.abs());
   const at::Tensor sum = count(left_sign, right_sign);
   const auto where = [&](const at::Tensor& condition, double special) {
-    return at::where(condition, special, 0.0).to(dtype);
+    return at::where(condition, special, 0.0).to(sum_dtype(left, right));
   };
   return where(seen > infinities, std::numeric_limits<double>::quiet_NaN()) +
          where(infinities + sum > 0, kInfinity) + where(infinities - sum > 0, -kInfinity);

@@ -82,7 +82,7 @@ Problem describe(const SdpaArgs& args, Seed seed) {
   problem.head_dim = number(sizes.head_dim);
   problem.value_dim = number(sizes.value_dim);
   problem.dtype = args.query.scalar_type();
-  problem.accumulator = accumulation_dtype(problem.dtype);
+  problem.accumulator = problem.factors = accumulation_dtype(problem.dtype);
   problem.output_dtype = output_dtype(args);
   problem.lse_dtype = lse_dtype(args);
   problem.scale = scale_of(args, problem.head_dim);
@@ -97,12 +97,15 @@ Problem describe(const SdpaArgs& args, Seed seed) {
   return problem;
 }
 
-Problem make_problem(const SdpaArgs& args) {
+Problem make_problem(const SdpaArgs& args, bool for_derivatives) {
   Problem problem = describe(args);
+  if (args.query.is_cuda() && !for_derivatives) {
+    problem.factors = problem.dtype;
+  }
   const Layout& layout = problem.layout;
   problem.query = layout.of_query_heads(args.query, 2);
-  problem.key = layout.of_key_heads(args.key, 2).to(problem.accumulator);
-  problem.value = layout.of_key_heads(args.value, 2).to(problem.accumulator);
+  problem.key = layout.of_key_heads(args.key, 2).to(problem.factors);
+  problem.value = layout.of_key_heads(args.value, 2).to(problem.factors);
   if (args.attn_mask.defined()) {
     problem.attn_mask = layout.of_query_heads(args.attn_mask, 2);
   }

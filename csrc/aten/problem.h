@@ -43,12 +43,15 @@ struct Problem {
   int64_t query_len, key_len, head_dim, value_dim;
   at::ScalarType dtype;        // of query, key, value
   at::ScalarType accumulator;  // of scores, softmax and sums
+  // Of the factors of products, whose terms are exact and summed in `accumulator` either way: the dtype of
+  // accumulation, or the inputs' own where a GPU's matrix units multiply these.
+  at::ScalarType factors;
   at::ScalarType output_dtype, lse_dtype;
   double scale, softcap, dropout_p;
   Band band;
   MemoryOrder output_order;  // of its dims as the caller has them
 
-  // In the dtype of accumulation (key and value: once for all chunks), undefined where absent.
+  // In the dtype of factors (key and value: once for all chunks), undefined where absent.
   at::Tensor query;                 // (lead, Lq, D), still in its own dtype: converted a chunk at a time
   at::Tensor key, value;            // (lead, Lk, D), (lead, Lk, Dv)
   at::Tensor attn_mask;             // (lead, Lq or 1, Lk or 1), in its own dtype
@@ -66,7 +69,8 @@ struct Problem {
 
 /// The call in numbers, without its tensors.
 Problem describe(const SdpaArgs& args, Seed seed = Seed::kGiven);
-Problem make_problem(const SdpaArgs& args);
+/// `for_derivatives`: of what is computed with it derivatives may be recorded.
+Problem make_problem(const SdpaArgs& args, bool for_derivatives);
 
 /// What of a (lead, ...) tensor of the call belongs to a part of it: broadcast dims stay 1, undefined stays
 /// so.

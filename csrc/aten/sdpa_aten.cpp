@@ -25,7 +25,7 @@ SdpaOutputs forward_aten(const SdpaArgs& args, SideOutputs wanted) {
     outputs.output = in_order(outputs.output, memory_order(args.query, outputs.output.dim()));
     return outputs;
   }
-  const Problem problem = make_problem(args);
+  const Problem problem = make_problem(args, /*for_derivatives=*/false);
   WholeOutputs outputs(problem, wanted);
   for_each_part(problem, [&](const Problem& part) {
     OutputPieces pieces(part, wanted);
@@ -54,7 +54,7 @@ SdpaInputs backward_aten(const SdpaOutputs& grads, const SdpaArgs& args, const S
     lay_out(gradients.value, args.value);
     return gradients;
   }
-  const Problem problem = make_problem(args);
+  const Problem problem = make_problem(args, /*for_derivatives=*/false);
   const OutputGrads canonical = canonical_grads(problem, grads);
   const GivenRows rows = canonical_rows(problem, saved);
   WholeGradients gradients(problem);

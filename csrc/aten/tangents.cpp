@@ -195,7 +195,7 @@ SdpaOutputs forward_tangents(const SdpaArgs& args, const SdpaInputs& direction, 
     });
   }
   const cpu::OneThreadInForkedChild guard;
-  const Problem problem = make_problem(specialized(args));
+  const Problem problem = make_problem(specialized(args), /*for_derivatives=*/true);
   const Direction canonical = canonical_direction(problem, specialized(direction));
   WholeOutputs outputs(problem, wanted);
   for_each_part(problem, [&](const Problem& part) {
@@ -226,7 +226,7 @@ SdpaInputs backward_tangents(const SdpaOutputs& grads, const SdpaArgs& args, con
   }
   const cpu::OneThreadInForkedChild guard;
   const SdpaArgs plain_args = specialized(args);
-  const Problem problem = make_problem(plain_args);
+  const Problem problem = make_problem(plain_args, /*for_derivatives=*/true);
   const Direction canonical = canonical_direction(problem, specialized(direction));
   const OutputGrads all_grads = canonical_grads(problem, specialized(grads));
   const OutputGrads all_grad_tangents = canonical_grads(problem, specialized(grad_tangents));

@@ -2,7 +2,7 @@
 
 #include <ATen/ExpandUtils.h>
 #include <ATen/TensorUtils.h>
-#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/full.h>
 
 #include <functional>
 #include <numeric>
@@ -97,9 +97,17 @@ at::Tensor FourDims::of_key_view(const at::Tensor& result, const at::Tensor& inp
   return in_order(summed, memory_order(input, input.dim()));
 }
 
+at::Tensor with_columns(const at::Tensor& tensor, int64_t columns, double number) {
+  at::DimVector sizes(tensor.sizes().begin(), tensor.sizes().end());
+  sizes.back() = columns;
+  at::Tensor wide = at::full(sizes, number, tensor.options());
+  wide.narrow(-1, 0, tensor.size(-1)).copy_(tensor);
+  return wide;
+}
+
 at::Tensor aligned(const at::Tensor& tensor, int64_t columns) {
   if (tensor.size(-1) != columns) {
-    return at::constant_pad_nd(tensor, {0, columns - tensor.size(-1)}, 0);
+    return with_columns(tensor, columns, 0.0);
   }
   return tensor.stride(-1) == 1 && rows_are_aligned(tensor) ? tensor
                                                             : tensor.clone(at::MemoryFormat::Contiguous);

@@ -40,6 +40,10 @@ struct FourDims {
                   const at::Tensor& input) const;
 };
 
+/// A copy without gaps, of `columns`, `number` in those that the tensor lacks. (Padding and concatenation may
+/// put another dim than the last side by side, where that is of size 1.)
+at::Tensor with_columns(const at::Tensor& tensor, int64_t columns, double number);
+
 /// `tensor` with the last dim side by side, of `columns`, zeros where it has fewer, and every row at a
 /// multiple of 16 bytes; itself where it is so.
 at::Tensor aligned(const at::Tensor& tensor, int64_t columns);

@@ -25,11 +25,6 @@ at::Tensor swapped(const at::Tensor& tensor) {
   return tensor.transpose(1, 2);
 }
 
-/// What is handed on of a random state that nobody draws from.
-at::Tensor no_draw(const FusedCall& call, at::IntArrayRef sizes, at::ScalarType dtype) {
-  return at::empty(sizes, call.query.options().dtype(dtype));
-}
-
 /// The lse of rows that see nothing because of the band.
 void fill_blind_rows(const FusedCall& call, const at::Tensor& lse, double number) {
   const int64_t rows = call.query_len(), first = call.range.first_seeing_row,
@@ -69,7 +64,9 @@ FusedOutputs flash_forward(const FusedCall& call) {
       /*cum_seq_k=*/std::nullopt, flash.rows, flash.keys, /*dropout_p=*/0.0, flash.is_causal,
       /*return_debug_mask=*/false, call.scale, flash.left(), flash.right());
   const FusedOutputs outputs{swapped(std::get<0>(results)), std::get<1>(results)};
-  fill_blind_rows(call, outputs.lse, -kInfinity);
+  if (call.wants_lse) {
+    fill_blind_rows(call, outputs.lse, -kInfinity);
+  }
   return outputs;
 }
 
@@ -80,23 +77,26 @@ FusedGrads flash_backward(const FusedCall& call, const at::Tensor& grad_output, 
     lse = lse.clone();
     fill_blind_rows(call, lse, kInfinity);
   }
+  const at::Tensor no_draw = at::empty({2}, lse.options().dtype(at::kUInt64));
   auto [query, key, value] = at::_flash_attention_backward_symint(
       swapped(grad_output), swapped(call.query), swapped(call.key), swapped(call.value), swapped(rows.output),
       lse, /*cum_seq_q=*/{}, /*cum_seq_k=*/{}, flash.rows, flash.keys, /*dropout_p=*/0.0, flash.is_causal,
-      no_draw(call, {2}, at::kUInt64), no_draw(call, {}, at::kUInt64), call.scale, flash.left(),
-      flash.right());
+      no_draw, no_draw, call.scale, flash.left(), flash.right());
   return {swapped(query), swapped(key), swapped(value), {}};
 }
 
 constexpr int64_t kLseAlignment = 32;  // of the efficient kernel, in rows
 
 FusedOutputs efficient_forward(const FusedCall& call) {
-  const EfficientMask mask = *efficient_mask(call.range, call.query_len());
+  const EfficientMask mask = *efficient_mask(call.range, call.query_len(), /*is_backward=*/false);
   auto results = at::_efficient_attention_forward_symint(
       swapped(call.query), swapped(call.key), swapped(call.value), optional_of(call.bias),
       /*cu_seqlens_q=*/std::nullopt, /*cu_seqlens_k=*/std::nullopt, /*max_seqlen_q=*/std::nullopt,
-      /*max_seqlen_k=*/std::nullopt, /*dropout_p=*/0.0, mask.type, /*compute_log_sumexp=*/true, call.scale,
+      /*max_seqlen_k=*/std::nullopt, /*dropout_p=*/0.0, mask.type, call.wants_lse, call.scale,
       /*seqlen_k=*/std::nullopt, mask.window);
+  if (!call.wants_lse) {
+    return {swapped(std::get<0>(results)), {}};
+  }
   at::Tensor lse = std::get<1>(results).narrow(-1, 0, call.query_len());
   // The kernel has 0 there.
   lse = call.sees.defined() ? at::where(call.sees, lse, -kInfinity).to(at::kFloat) : lse.contiguous();
@@ -105,7 +105,7 @@ FusedOutputs efficient_forward(const FusedCall& call) {
 
 FusedGrads efficient_backward(const FusedCall& call, const at::Tensor& grad_output, const FusedOutputs& rows,
                               bool wants_bias_grad) {
-  const EfficientMask mask = *efficient_mask(call.range, call.query_len());
+  const EfficientMask mask = *efficient_mask(call.range, call.query_len(), /*is_backward=*/true);
   const int64_t len = call.query_len(), aligned = (len + kLseAlignment - 1) / kLseAlignment * kLseAlignment;
   // exp(score - inf) is 0 where exp(-inf + inf) is not.
   at::Tensor lse =
@@ -119,16 +119,15 @@ FusedGrads efficient_backward(const FusedCall& call, const at::Tensor& grad_outp
       swapped(grad_output), swapped(call.query), swapped(call.key), swapped(call.value),
       optional_of(call.bias), swapped(rows.output), /*cu_seqlens_q=*/std::nullopt,
       /*cu_seqlens_k=*/std::nullopt, len, call.range.keys(), lse, /*dropout_p=*/0.0,
-      no_draw(call, {}, at::kLong), no_draw(call, {}, at::kLong), mask.type, wants_bias_grad, call.scale,
-      /*num_splits_key=*/std::nullopt, mask.window);
+      /*philox_seed=*/lse, /*philox_offset=*/lse, mask.type, wants_bias_grad, call.scale);
   return {swapped(query), swapped(key), swapped(value), bias};
 }
 
 FusedOutputs cudnn_forward(const FusedCall& call) {
   auto results = at::_scaled_dot_product_cudnn_attention(
-      call.query, call.key, call.value, optional_of(call.bias), /*compute_log_sumexp=*/true,
+      call.query, call.key, call.value, optional_of(call.bias), call.wants_lse,
       /*dropout_p=*/0.0, call.range.kind == BandKind::kCausal, /*return_debug_mask=*/false, call.scale);
-  return {std::get<0>(results), std::get<1>(results).squeeze(-1)};
+  return {std::get<0>(results), call.wants_lse ? std::get<1>(results).squeeze(-1) : at::Tensor()};
 }
 
 FusedGrads cudnn_backward(const FusedCall& call, const at::Tensor& grad_output, const FusedOutputs& rows) {
@@ -139,7 +138,7 @@ FusedGrads cudnn_backward(const FusedCall& call, const at::Tensor& grad_output, 
   }
   auto [query, key, value] = at::_scaled_dot_product_cudnn_attention_backward_symint(
       grad, call.query, call.key, call.value, rows.output, rows.lse.unsqueeze(-1),
-      no_draw(call, {}, at::kLong), no_draw(call, {}, at::kLong), call.bias, /*cum_seq_q=*/{},
+      /*philox_seed=*/rows.lse, /*philox_offset=*/rows.lse, call.bias, /*cum_seq_q=*/{},
       /*cum_seq_k=*/{}, call.query_len(), call.range.keys(), /*dropout_p=*/0.0,
       call.range.kind == BandKind::kCausal, call.scale);
   return {query, key, value, {}};

@@ -17,13 +17,14 @@ struct FusedCall {
   at::Tensor sees;   // bool, broadcasts to (N, H, Lq): rows that the bias leaves something; efficient alone
   VisibleRange range;
   double scale;
+  bool wants_lse;  // forward
 
   int64_t query_len() const { return query.size(2); }
 };
 
 struct FusedOutputs {
   at::Tensor output;  // (N, H, Lq, Dv), 0 in rows that see nothing
-  at::Tensor lse;     // (N, H, Lq) float32, contiguous, -inf in rows that see nothing
+  at::Tensor lse;     // (N, H, Lq) float32, contiguous, -inf in rows that see nothing; undefined: not wanted
 };
 FusedOutputs fused_forward(const FusedCall& call);
 

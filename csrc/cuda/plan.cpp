@@ -6,7 +6,6 @@
 #include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/amax.h>
 #include <ATen/ops/arange.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
@@ -149,6 +148,7 @@ class Planner {
     const Problem& problem = plan_.problem;
     plan_.call.range = visible_range(problem.band, problem.query_len, problem.key_len);
     plan_.call.scale = problem.scale;
+    plan_.call.wants_lse = purpose_.wants_lse;
     if (plan_.call.range.kind == BandKind::kNothing) {
       return "no row sees a key";
     }
@@ -238,10 +238,7 @@ class Planner {
     call.query = aligned(*query, dims);
     call.key = aligned(*key, dims);
     if (purpose_.takes_lse_grad) {
-      const int64_t more = rounded_up(problem.value_dim + kLseColumns, step) - problem.value_dim;
-      at::DimVector sizes(value->sizes().begin(), value->sizes().end());
-      sizes.back() = more;
-      call.value = at::cat({*value, at::ones(sizes, value->options())}, -1);
+      call.value = with_columns(*value, rounded_up(problem.value_dim + kLseColumns, step), 1.0);
     } else {
       call.value = aligned(*value, rounded_up(problem.value_dim, step));
     }
@@ -279,7 +276,7 @@ class Planner {
     const RouteRequest request{
         .kind = call.range.kind,
         .has_flash_window = dims <= kFlashDims && flash_window(call.range, call.query_len()).has_value(),
-        .has_efficient_mask = efficient_mask(call.range, call.query_len()).has_value(),
+        .has_efficient_mask = efficient_mask(call.range, call.query_len(), purpose_.is_backward).has_value(),
         .has_bias = mask_.defined(),
         .wants_bias_grad = purpose_.wants_bias_grad};
     return route(request, choice_of_aten(), context.userEnabledFlashSDP(),
@@ -297,9 +294,10 @@ class Planner {
     if (trains && !query.requires_grad()) {
       query = query.detach().set_requires_grad(true);
     }
+    // What the choice asks of a mask: whether there is one, that it broadcasts, and its last stride.
     std::optional<at::Tensor> mask;
     if (mask_.defined()) {
-      mask = call.query.new_empty({1}).expand({1, 1, call.query_len(), call.range.keys()});
+      mask = call.query.detach().as_strided({1, 1}, {1, 1});
     }
     const int64_t choice = at::_fused_sdp_choice(query, call.key, call.value, mask, /*dropout_p=*/0.0,
                                                  call.range.kind == BandKind::kCausal, call.scale,
@@ -326,7 +324,7 @@ class Planner {
       return false;
     }
     call.bias = *whole;
-    if (backend == Backend::kEfficient && !purpose_.is_backward) {
+    if (backend == Backend::kEfficient && purpose_.wants_lse) {
       const auto sees = plan_.dims.view(rows_that_see(bias).unsqueeze(-1).expand([&] {
         auto sizes = mask_with_rows();
         sizes.back() = 1;

@@ -11,7 +11,8 @@ namespace attn_ext::cuda {
 
 /// What is asked of a pass beside output, or beside the gradients of query, key and value.
 struct Purpose {
-  SideOutputs sides{};  // forward: beside lse
+  SideOutputs sides{};     // forward
+  bool wants_lse = false;  // forward
   bool is_backward = false;
   bool takes_grads_of_sides = false;  // of weights or key mass
   bool takes_lse_grad = false;

@@ -85,11 +85,11 @@ std::optional<FlashWindow> flash_window(const VisibleRange& range, int64_t query
   return window;
 }
 
-std::optional<EfficientMask> efficient_mask(const VisibleRange& range, int64_t query_len) {
+std::optional<EfficientMask> efficient_mask(const VisibleRange& range, int64_t query_len, bool is_backward) {
   if (range.kind == BandKind::kAll) {
     return EfficientMask{};
   }
-  if (!range.band.high || range.has_blind_rows(query_len)) {
+  if (!range.band.high || range.has_blind_rows(query_len) || (is_backward && range.band.low)) {
     return std::nullopt;
   }
   const int64_t shift = range.keys() - query_len;

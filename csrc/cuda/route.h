@@ -59,7 +59,7 @@ struct EfficientMask {
   int64_t type = 0;  // 0: none, 1: causal, 2: causal at the end
   std::optional<int64_t> window;
 };
-std::optional<EfficientMask> efficient_mask(const VisibleRange& range, int64_t query_len);
+std::optional<EfficientMask> efficient_mask(const VisibleRange& range, int64_t query_len, bool is_backward);
 
 /// A call, as far as it matters for the choice.
 struct RouteRequest {

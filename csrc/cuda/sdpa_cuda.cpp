@@ -20,12 +20,17 @@
 
 #include "../aten/sdpa_aten.h"
 #include "plan.h"
+#include "sdpa_cuda.h"
 
 namespace attn_ext::cuda {
 
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+at::Tensor of_shape(const at::Tensor& tensor, at::IntArrayRef shape) {
+  return tensor.sizes() == shape ? tensor : tensor.reshape(shape);
+}
 
 /// (N, H, 1) float32.
 at::Tensor sinks_of(const SdpaArgs& args, const Plan& plan) {
@@ -44,8 +49,8 @@ void take_sinks(const SdpaArgs& args, const Plan& plan, FusedOutputs& outputs) {
   outputs.lse = lse;
 }
 
-SdpaOutputs forward(const SdpaArgs& args, SideOutputs wanted) {
-  const Plan plan = make_plan(args, {.sides = wanted});
+SdpaOutputs forward(const SdpaArgs& args, SideOutputs wanted, bool wants_lse) {
+  const Plan plan = make_plan(args, {.sides = wanted, .wants_lse = wants_lse || args.sinks.defined()});
   if (!plan.is_fused()) {
     return forward_aten(args, wanted);
   }
@@ -59,10 +64,16 @@ SdpaOutputs forward(const SdpaArgs& args, SideOutputs wanted) {
   }
   SdpaOutputs outputs;
   outputs.output =
-      in_order(fused.output.reshape(problem.output_shape({problem.query_len, problem.value_dim})),
+      in_order(of_shape(fused.output, problem.output_shape({problem.query_len, problem.value_dim})),
                problem.output_order);
-  outputs.lse = fused.lse.reshape(problem.output_shape({problem.query_len})).contiguous();
+  if (wants_lse) {
+    outputs.lse = of_shape(fused.lse, problem.output_shape({problem.query_len})).contiguous();
+  }
   return outputs;
+}
+
+SdpaOutputs forward_with_lse(const SdpaArgs& args, SideOutputs wanted) {
+  return forward(args, wanted, /*wants_lse=*/true);
 }
 
 /// (N, H, Lq, columns): the incoming gradients of output and lse, in the columns of the plan's value.
@@ -137,7 +148,7 @@ SdpaInputs backward(const SdpaOutputs& grads, const SdpaArgs& args, const SavedO
   const at::Tensor grad_output = joined_grads(grads, plan);
   const at::Tensor output = *plan.dims.query_view(saved.output);
   const FusedOutputs rows{aligned(output, plan.call.value.size(-1)),
-                          saved.lse.reshape({batches, heads, problem.query_len}).contiguous()};
+                          of_shape(saved.lse, {batches, heads, problem.query_len}).contiguous()};
   FusedGrads fused = fused_backward(plan.call, grad_output, rows, wanted.attn_mask);
 
   const auto columns = [](const at::Tensor& grad, int64_t count) {
@@ -170,8 +181,12 @@ SdpaInputs backward(const SdpaOutputs& grads, const SdpaArgs& args, const SavedO
 
 }  // namespace
 
+at::Tensor output_cuda(const SdpaArgs& args) {
+  return forward(args, {}, /*wants_lse=*/false).output;
+}
+
 TORCH_LIBRARY_IMPL(attn_ext, CUDA, m) {
-  m.impl("_sdpa_forward", TORCH_FN((forward_kernel<&forward>)));
+  m.impl("_sdpa_forward", TORCH_FN((forward_kernel<&forward_with_lse>)));
   m.impl("_sdpa_backward", TORCH_FN((backward_kernel<&backward>)));
 }
 

@@ -14,8 +14,9 @@ namespace py = pybind11;
 
 namespace {
 
+template <auto explained>
 py::dict explain(const attn_ext::SdpaArgs& args) {
-  const attn_ext::Explanation explanation = attn_ext::explain(args);
+  const attn_ext::Explanation explanation = explained(args);
   py::dict fields;
   fields["path"] = explanation.path;
   fields["capability"] = explanation.capability;
@@ -29,10 +30,10 @@ py::dict explain(const attn_ext::SdpaArgs& args) {
 }
 
 /// explain with the arguments of `sdpa`, by position; errors call them by their names.
-template <size_t... argument>
-void add_explain(py::module_& m, std::index_sequence<argument...>) {
+template <auto explained, size_t... argument>
+void add_explain(py::module_& m, const char* name, std::index_sequence<argument...>) {
   const auto& schema = c10::Dispatcher::singleton().findSchemaOrThrow("attn_ext::sdpa", "").schema();
-  m.def("explain", attn_ext::public_kernel<&explain>,
+  m.def(name, attn_ext::public_kernel<&explain<explained>>,
         py::arg(schema.arguments()[argument].name().c_str())...);
 }
 
@@ -50,5 +51,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   m.def("set_save_weights_for_backward", &attn_ext::set_save_weights_for_backward);
   m.def("task_times", &attn_ext::task_times);
   m.def("time_of_rounds", &attn_ext::time_of_rounds);
-  add_explain(m, std::make_index_sequence<attn_ext::Unboxed<attn_ext::PublicCall>::kArguments>());
+  constexpr auto arguments = std::make_index_sequence<attn_ext::Unboxed<attn_ext::PublicCall>::kArguments>();
+  add_explain<&attn_ext::explain>(m, "explain", arguments);
+  add_explain<&attn_ext::explain_gpu>(m, "explain_gpu", arguments);
 }

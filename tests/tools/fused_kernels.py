@@ -142,6 +142,7 @@ def efficient_backward(grad, query, key, value, bias, out, cu_q, cu_k, max_q, ma
                        mask_type, wants_bias, *, scale=None, num_splits_key=None, window_size=None,
                        shared_storage_dqdkdv=False):  # fmt: skip
     assert lse.stride(1) % 32 == 0, "LSE is not correctly aligned"
+    assert window_size is None, "which the kernel does not heed"
     s = efficient_scores(query, key, value, bias, mask_type, scale, window_size)
     tensors = (t.transpose(1, 2) for t in (grad, query, key, value, out))
     *grads, d_scores = backward(s, scale, *tensors, lse[..., : query.shape[1]])
@@ -162,7 +163,9 @@ def cudnn_scores(query, key, value, bias, is_causal, scale):
     return s.masked_fill(~mask.tril(), -math.inf) if is_causal else s
 
 
-def cudnn_forward(query, key, value, bias, with_lse, dropout_p=0.0, is_causal=False, debug=False, *, scale=None):
+def cudnn_forward(
+    query, key, value, bias, with_lse, dropout_p=0.0, is_causal=False, debug=False, *, scale=None
+):
     out, lse = forward(cudnn_scores(query, key, value, bias, is_causal, scale), query, value)
     none = torch.zeros((), dtype=torch.long)
     rows, keys = query.shape[-2], key.shape[-2]
@@ -187,12 +190,12 @@ def choice(allowed: tuple[int, ...]) -> Any:
         assert grouped == enable_gqa and query.dim() == key.dim() == value.dim() == 4
         half, dims = query.dtype in HALF, (query.shape[-1], value.shape[-1])
         takes = {
-            CUDNN: half and max(dims) <= 256 and key.shape[-2] > 1,
+            CUDNN: half and max(dims) <= 256 and key.shape[-2] > 1 and (mask is None or mask.stride(-1) == 1),
             FLASH: half
             and mask is None
             and dims[0] == dims[1] <= 256
             and not (is_causal and query.shape[-2] != key.shape[-2]),
-            EFFICIENT: query.dtype != torch.float64 and not grouped,
+            EFFICIENT: (mask is None or mask.stride(-1) == 1) and query.dtype != torch.float64 and not grouped,
         }
         return next((backend for backend in allowed if takes[backend]), 0)
 
@@ -233,7 +236,9 @@ def on_gpu(*allowed: int) -> Iterator[list[str]]:
             aten.impl(name, noting(name, kernel), "CPU", allow_override=True)
         for name in ("_sdpa_forward", "_sdpa_backward"):
             own.impl(name, as_on_gpu(name), "CPU", allow_override=True)
-        own.impl("sdpa", lambda *a, **m: attn_ext.sdpa_with_lse(*a, **m)[0], "AutogradCPU", allow_override=True)
+        own.impl(
+            "sdpa", lambda *a, **m: attn_ext.sdpa_with_lse(*a, **m)[0], "AutogradCPU", allow_override=True
+        )
         with attn_ext.save_weights_for_backward(False):
             yield called
     finally:

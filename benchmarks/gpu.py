@@ -1,0 +1,291 @@
+"""attn_ext beside F.scaled_dot_product_attention and FlexAttention on an NVIDIA GPU.
+
+    python benchmarks/gpu.py                                       the grid, forward and backward
+    python benchmarks/gpu.py --dtype bfloat16 --mode fwd --cells llama-2048
+    python benchmarks/gpu.py --sides                               what no fused kernel of PyTorch's has
+
+Calls alternate in blocks, in one process; a block is timed by events around as many calls as take `--block`
+milliseconds, so that it holds what a loop of calls takes: the GPU's time, or where that is shorter the
+processor's. What counts is the median of the blocks. "best" is the fastest of F.sdpa as it chooses by itself and
+of each of its backends that takes the call.
+"""
+
+import argparse
+import statistics
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import attn_ext
+from attn_ext.benchmark.cells import DTYPES, GRID, OUTSIDE, Cell, Problem, Shape, make_problem
+
+Call = Callable[[], Any]
+
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+#: What is timed with `--sides`.
+SIDES = Cell("sides", Shape(1, 16, 16, 4096, 4096, 128, 128))
+WINDOW = 512
+
+
+def on_gpu(problem: Problem) -> Problem:
+    def move(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.detach().cuda().requires_grad_(tensor.requires_grad)
+
+    names = ("query", "key", "value", "attn_mask", "grad_output")
+    return replace(problem, **{name: move(getattr(problem, name)) for name in names})
+
+
+def timed(problem: Problem, attend: Call) -> Call:
+    if problem.mode == "fwd":
+        return attend
+    output = attend()
+    inputs = problem.differentiable()
+    return lambda: torch.autograd.grad(output, inputs, problem.grad_output, retain_graph=True)
+
+
+def ours(problem: Problem) -> Call:
+    cell = problem.cell
+    return lambda: attn_ext.sdpa(
+        problem.query,
+        problem.key,
+        problem.value,
+        problem.attn_mask,
+        is_causal=cell.is_causal,
+        query_offset=cell.query_offset,
+        window_left=cell.window_left,
+        enable_gqa=problem.grouped,
+    )
+
+
+def f_sdpa(problem: Problem) -> Call:
+    cell, mask = problem.cell, problem.attn_mask
+    square = cell.shape.query_length == cell.shape.key_length
+    causal = cell.is_causal and square and cell.window_left is None
+    if cell.is_causal and not causal:
+        mask = problem.visible()
+        mask = None if mask is None else mask.cuda()
+    return lambda: F.scaled_dot_product_attention(
+        problem.query, problem.key, problem.value, mask, is_causal=causal, enable_gqa=problem.grouped
+    )
+
+
+class Timed:
+    """Blocks of one call."""
+
+    def __init__(self, call: Call, milliseconds: float) -> None:
+        self.call = call
+        self.blocks: list[float] = []
+        for _ in range(3):
+            call()
+        self.repeats = 3
+        self.repeats = max(3, min(1000, round(milliseconds / max(self.run(), 1e-3))))
+
+    def run(self) -> float:
+        """Milliseconds a call."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        for _ in range(self.repeats):
+            self.call()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / self.repeats
+
+    @property
+    def microseconds(self) -> float:
+        return 1e3 * statistics.median(self.blocks)
+
+
+def alternate(calls: dict[str, Call], rounds: int, milliseconds: float) -> dict[str, Timed]:
+    """Those that run; what a backend refuses is left out."""
+    timings = {}
+    for name, call in calls.items():
+        try:
+            timings[name] = Timed(call, milliseconds)
+        except RuntimeError:
+            torch.cuda.synchronize()
+    for _ in range(rounds):
+        for timing in timings.values():
+            timing.blocks.append(timing.run())
+    return timings
+
+
+def run_under(context: Callable[[], Any], call: Call) -> Call:
+    def run() -> Any:
+        with context():
+            return call()
+
+    return run
+
+
+def contenders(problem: Problem) -> dict[str, Call]:
+    """Backward goes by what forward has chosen."""
+    calls: dict[str, Call] = {}
+    for name, attend, context in (
+        ("ours", ours(problem), nullcontext),
+        ("F.sdpa", f_sdpa(problem), nullcontext),
+        *((name, f_sdpa(problem), partial(sdpa_kernel, [backend])) for name, backend in BACKENDS.items()),
+        ("composition", ours(problem), partial(sdpa_kernel, [SDPBackend.MATH])),
+    ):
+        try:
+            with context():
+                call = timed(problem, attend)
+        except RuntimeError:
+            continue
+        # Entering a context takes as long as a short call.
+        inside = problem.mode == "bwd" and name != "composition"
+        calls[name] = call if context is nullcontext or inside else run_under(context, call)
+    return calls
+
+
+def print_row(problem: Problem, timings: dict[str, Timed]) -> float:
+    best = min((t.microseconds, name) for name, t in timings.items() if name not in ("ours", "composition"))
+    us = timings["ours"].microseconds
+    with torch.no_grad():
+        path = attn_ext.explain(
+            problem.query,
+            problem.key,
+            problem.value,
+            problem.attn_mask,
+            is_causal=problem.cell.is_causal,
+            query_offset=problem.cell.query_offset,
+            window_left=problem.cell.window_left,
+            enable_gqa=problem.grouped,
+        ).path
+    ratio = timings["F.sdpa"].microseconds / us
+    print(
+        f"{problem.cell.name:13} {str(problem.dtype)[6:]:9} {problem.mode:3} {path:10}"
+        f"{us:10.1f} {timings['F.sdpa'].microseconds:10.1f} {ratio:6.2f} {best[0]:10.1f} {best[0] / us:6.2f} "
+        f"{best[1]:10}{timings['composition'].microseconds / us:8.1f}",
+        flush=True,
+    )
+    return ratio
+
+
+def grid(cells: list[Cell], options: argparse.Namespace) -> None:
+    print(
+        f"{'cell':13} {'dtype':9} {'':3} {'path':10}{'us':>10} {'F.sdpa us':>10} {'ratio':>6} {'best us':>10} "
+        f"{'ratio':>6} {'':10}{'comp.':>8}"
+    )
+    ratios = []
+    for dtype in options.dtype:
+        for mode in options.mode:
+            for cell in cells:
+                problem = on_gpu(make_problem(cell, mode, DTYPES[dtype]))
+                timings = alternate(contenders(problem), options.rounds, options.block)
+                ratios.append(print_row(problem, timings))
+    below = sum(ratio < 0.98 for ratio in ratios)
+    print(
+        f"{len(ratios)} cells, {below} below 0.98 of F.sdpa, geometric mean {statistics.geometric_mean(ratios):.3f}"
+    )
+
+
+def sides(options: argparse.Namespace) -> None:
+    """What F.sdpa has no word for, beside FlexAttention where that has one, and the rate of writing weights."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    flex = torch.compile(flex_attention, dynamic=False)
+    for dtype in options.dtype:
+        for mode in options.mode:
+            problem = on_gpu(make_problem(SIDES, mode, DTYPES[dtype]))
+            q, k, v = problem.query, problem.key, problem.value
+            heads, length = q.shape[1], q.shape[2]
+            sinks = torch.randn(heads, device="cuda")
+            causal = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length)
+            window = create_block_mask(
+                lambda b, h, i, j: (i >= j) & (i - j <= WINDOW), None, None, length, length
+            )
+
+            def capped(score: Tensor, b: Any, h: Any, i: Any, j: Any) -> Tensor:
+                return 30.0 * torch.tanh(score / 30.0)
+
+            def with_sink(q: Tensor = q, k: Tensor = k, v: Tensor = v, s: Tensor = sinks) -> Tensor:
+                output, lse = flex(q, k, v, block_mask=causal, return_lse=True)
+                return (output * torch.sigmoid(lse - s[:, None]).unsqueeze(-1)).to(q.dtype)
+
+            rows: dict[str, dict[str, Call]] = {
+                "causal": {
+                    "ours": partial(attn_ext.sdpa, q, k, v, is_causal=True),
+                    "flex": partial(flex, q, k, v, block_mask=causal),
+                },
+                "window": {
+                    "ours": partial(attn_ext.sdpa, q, k, v, is_causal=True, window_left=WINDOW),
+                    "flex": partial(flex, q, k, v, block_mask=window),
+                },
+                "softcap": {
+                    "ours": partial(attn_ext.sdpa, q, k, v, is_causal=True, softcap=30.0),
+                    "flex": partial(flex, q, k, v, capped, block_mask=causal),
+                },
+                "sinks": {
+                    "ours": partial(attn_ext.sdpa, q, k, v, is_causal=True, sinks=sinks),
+                    "flex": with_sink,
+                },
+                "dropout": {"ours": partial(attn_ext.sdpa, q, k, v, dropout_p=0.1)},
+                "weights": {"ours": partial(attn_ext.sdpa_with_weights, q, k, v)},
+                "key mass": {"ours": partial(attn_ext.sdpa_with_key_mass, q, k, v)},
+            }
+            if mode == "fwd":
+                buffer = torch.empty(*q.shape[:3], length, dtype=q.dtype, device="cuda")
+                rows["weights"]["writing them"] = partial(buffer.fill_, 1.0)
+            for name, calls in rows.items():
+                if name in options.only or not options.only:
+                    calls = {
+                        who: call if who == "writing them" else timed(problem, lambda f=call: first(f()))
+                        for who, call in calls.items()
+                    }
+                    timings = alternate(calls, options.rounds, options.block)
+                    us = timings["ours"].microseconds
+                    others = "".join(
+                        f"  {who} {t.microseconds:.1f} us, ratio {t.microseconds / us:.2f}"
+                        for who, t in timings.items()
+                        if who != "ours"
+                    )
+                    print(f"{name:10} {dtype:9} {mode}  {us:10.1f} us{others}", flush=True)
+
+
+def first(outputs: Any) -> Tensor:
+    output: Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
+    return output
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = {cell.name: cell for cell in (*GRID, *OUTSIDE)}
+    parser.add_argument("--cells", nargs="+", choices=names, default=[cell.name for cell in GRID])
+    parser.add_argument("--outside", action="store_true", help="the shapes outside of the grid as well")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16", "float16", "float32"])
+    parser.add_argument("--mode", nargs="+", choices=["fwd", "bwd"], default=["fwd", "bwd"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--block", type=float, default=3.0, help="milliseconds (default: 3)")
+    parser.add_argument("--sides", action="store_true", help="sinks, softcap, weights and the like instead")
+    parser.add_argument("--only", nargs="+", default=[], help="of the sides, these")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("no NVIDIA GPU: torch.cuda.is_available() is False")
+    warnings.simplefilter("ignore")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}"
+    )
+    if options.sides:
+        sides(options)
+    else:
+        chosen = [names[name] for name in options.cells] + (list(OUTSIDE) if options.outside else [])
+        grid(chosen, options)
+
+
+if __name__ == "__main__":
+    main()
