@@ -41,6 +41,9 @@ set(ATTN_EXT_SOURCES
   csrc/cuda/four_dims.cpp
   csrc/cuda/fused.cpp
   csrc/cuda/plan.cpp
+  csrc/cuda/tiles.cpp
+  csrc/cuda/device/kernels.cpp
+  csrc/cuda/device/ops.cpp
   csrc/cuda/sdpa_cuda.cpp
   csrc/capability.cpp
   csrc/explain.cpp

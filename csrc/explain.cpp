@@ -120,7 +120,7 @@ constexpr const char* kOneThread =
 
 Explanation explain_gpu(const SdpaArgs& args) {
   const cuda::Plan plan = cuda::make_plan(args, {});
-  if (!plan.is_fused()) {
+  if (plan.backend == cuda::Backend::kComposition) {
     return explain_composition(args, "the composition over ATen ops: " + plan.reason);
   }
   const cuda::FusedCall& call = plan.call;

@@ -63,6 +63,17 @@ TORCH_LIBRARY(attn_ext, m) {
   m.def("_sdpa_forward(" ATTN_EXT_TENSORS ", " ATTN_EXT_SCALARS
         ", bool need_weights, bool need_key_mass" ATTN_EXT_PART
         ") -> (Tensor output, Tensor lse, Tensor? weights, Tensor? key_mass)");
+  // Kernels for NVIDIA GPUs (csrc/cuda/tiles.h); of `heads` heads from `first_head` on, counted over the
+  // batch as well, and `rows` rows from `row_begin` on.
+  m.def(
+      "_tile_lse(Tensor query, Tensor key, Tensor? mask, float scale, float softcap, int low, int high) -> "
+      "Tensor");
+  m.def(
+      "_tile_weights(Tensor query, Tensor key, Tensor? value, Tensor? grad_output, Tensor? mask, Tensor? "
+      "seed, "
+      "Tensor lse, Tensor? delta, float scale, float softcap, float dropout_p, int low, int high, int "
+      "first_head, "
+      "int heads, int row_begin, int rows) -> (Tensor weights, Tensor grad_scores)");
   m.def(
       "_sdpa_backward(Tensor? grad_output, Tensor? grad_lse, Tensor? grad_weights, Tensor? "
       "grad_key_mass, " ATTN_EXT_TENSORS ", Tensor? output, Tensor lse, " ATTN_EXT_SCALARS

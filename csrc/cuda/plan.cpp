@@ -13,6 +13,8 @@
 #include <cmath>
 #include <limits>
 
+#include "device/kernels.h"
+
 namespace attn_ext::cuda {
 
 namespace {
@@ -27,6 +29,11 @@ constexpr int64_t kMostMadeElements = int64_t{1} << 24;
 
 bool is_half(at::ScalarType dtype) {
   return dtype == at::kHalf || dtype == at::kBFloat16;
+}
+
+bool holds_nothing(const SdpaArgs& args, const Problem& problem) {
+  return problem.query_len == 0 || problem.key_len == 0 || problem.head_dim == 0 || problem.value_dim == 0 ||
+         args.query.numel() == 0 || args.key.numel() == 0;
 }
 
 /// Why the call cannot go to any of ATen's kernels; nothing if it may.
@@ -57,8 +64,7 @@ const char* why_composed(const SdpaArgs& args, const Problem& problem, const Pur
     return "attn_mask of dtype Float beside a query of another: the fused kernels take that of the query, to "
            "which attn_mask.to(query.dtype) would round it";
   }
-  if (problem.query_len == 0 || problem.key_len == 0 || problem.head_dim == 0 || problem.value_dim == 0 ||
-      args.query.numel() == 0 || args.key.numel() == 0) {
+  if (holds_nothing(args, problem)) {
     return "nothing to attend to";
   }
   return nullptr;
@@ -130,9 +136,14 @@ class Planner {
     if (reason == nullptr) {
       reason = try_fused();
     }
-    if (reason != nullptr) {
+    if (reason == nullptr) {
+      plan_.backend = plan_.call.backend;
+    } else {
       plan_.call = {};
       plan_.reason = reason;
+      if (may_go_by_tiles() && view_tiles()) {
+        plan_.backend = Backend::kTiles;
+      }
     }
     return std::move(plan_);
   }
@@ -184,6 +195,58 @@ class Planner {
       return make_bias_of(backend) ? nullptr : kNoView;
     }
     return nullptr;
+  }
+
+  bool may_go_by_tiles() const {
+    const Problem& problem = plan_.problem;
+    const auto& context = at::globalContext();
+    const bool is_wanted = context.userEnabledFlashSDP() || context.userEnabledMemEfficientSDP() ||
+                           context.userEnabledCuDNNSDP();
+    const bool is_part = args_.sequences.defined() || args_.unrounded || purpose_.has_delta ||
+                         args_.dropout_origin.has_value() || args_.first_batch != 0 || args_.batch_step != 1;
+    const bool is_drawn_once = problem.dropout_p == 0.0 || args_.dropout_seed.dim() == 0;
+    int64_t heads = 1;
+    for (const int64_t size : problem.lead) {
+      heads *= size;
+    }
+    return is_wanted && !is_part && is_drawn_once && is_half(problem.dtype) &&
+           !purpose_.takes_grads_of_sides && !purpose_.wants_bias_grad && std::isfinite(problem.scale) &&
+           !holds_nothing(args_, problem) && std::max(problem.head_dim, problem.value_dim) <= kTileDims &&
+           heads <= kMostGridBlocks && has_tiles(args_.query);
+  }
+
+  bool view_tiles() {
+    const Problem& problem = plan_.problem;
+    TileCall& tiles = plan_.tiles;
+    plan_.dims = {problem.layout, problem.lead, static_cast<size_t>(problem.layout.batch_dims)};
+    const auto query = plan_.dims.query_view(args_.query);
+    const auto key = plan_.dims.key_view(args_.key);
+    const auto value = plan_.dims.key_view(args_.value);
+    if (!query || !key || !value) {
+      return false;
+    }
+    if (args_.attn_mask.defined()) {
+      const at::Tensor mask = problem.layout.of_query_heads(args_.attn_mask, 2);
+      at::DimVector sizes(mask.sizes().begin(), mask.sizes().end());
+      sizes[sizes.size() - 2] = problem.query_len;
+      sizes.back() = problem.key_len;
+      const auto whole = plan_.dims.view(mask.expand(sizes));
+      if (!whole) {
+        return false;
+      }
+      tiles.mask = *whole;
+    }
+    const int64_t dims = rounded_up(problem.head_dim, kTileDimsStep);
+    tiles.query = aligned(*query, dims);
+    tiles.key = aligned(*key, dims);
+    tiles.value = aligned(*value, rounded_up(problem.value_dim, kTileDimsStep));
+    tiles.seed = problem.dropout_p > 0.0 ? args_.dropout_seed : at::Tensor();
+    tiles.low = problem.band.low.value_or(-kFar);
+    tiles.high = problem.band.high.value_or(kFar);
+    tiles.scale = problem.scale;
+    tiles.softcap = problem.softcap;
+    tiles.dropout_p = problem.dropout_p;
+    return true;
   }
 
   /// The mask, with the band in it; the range has none then.

@@ -6,6 +6,7 @@
 
 #include "four_dims.h"
 #include "fused.h"
+#include "tiles.h"
 
 namespace attn_ext::cuda {
 
@@ -23,11 +24,13 @@ struct Purpose {
 struct Plan {
   std::string reason;
   Problem problem;  // in numbers
-  // Of the composition nothing else is there.
-  FusedCall call{};
+  Backend backend = Backend::kComposition;
+  // Of the composition nothing more is there.
   FourDims dims{};
+  FusedCall call{};  // of a fused kernel
+  TileCall tiles{};  // of our own
 
-  bool is_fused() const { return call.backend != Backend::kComposition; }
+  bool is_fused() const { return backend != Backend::kComposition && backend != Backend::kTiles; }
 };
 
 /// Throws what check_args throws, and what ATen does where the user allows no kernel that could be taken.

@@ -12,6 +12,8 @@ const char* name_of(Backend backend) {
       return "efficient";
     case Backend::kCudnn:
       return "cudnn";
+    case Backend::kTiles:
+      return "tiles";
     default:
       return "aten";
   }

@@ -15,8 +15,8 @@
 
 namespace attn_ext::cuda {
 
-/// With the numbers of at::SDPBackend; the composition stands in for its `math`.
-enum class Backend : int64_t { kComposition = 0, kFlash = 1, kEfficient = 2, kCudnn = 3 };
+/// With the numbers of at::SDPBackend; the composition stands in for its `math`. Tiles are our own (tiles.h).
+enum class Backend : int64_t { kComposition = 0, kFlash = 1, kEfficient = 2, kCudnn = 3, kTiles = -1 };
 
 /// The name that `explain` gives it.
 const char* name_of(Backend backend);

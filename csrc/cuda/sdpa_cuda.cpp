@@ -49,25 +49,61 @@ void take_sinks(const SdpaArgs& args, const Plan& plan, FusedOutputs& outputs) {
   outputs.lse = lse;
 }
 
+/// (N, H, Lq, Dv and more) in the shape and memory order of the call's output.
+at::Tensor as_output(const at::Tensor& output, const Problem& problem) {
+  const at::Tensor narrowed =
+      output.size(-1) == problem.value_dim ? output : output.narrow(-1, 0, problem.value_dim);
+  return in_order(of_shape(narrowed, problem.output_shape({problem.query_len, problem.value_dim})),
+                  problem.output_order);
+}
+
+SdpaOutputs forward(const SdpaArgs& args, SideOutputs wanted, bool wants_lse);
+
+SdpaOutputs forward_by_tiles(const SdpaArgs& args, const Plan& plan, SideOutputs wanted) {
+  const Problem& problem = plan.problem;
+  const auto [batches, heads] = plan.dims.sizes();
+  SdpaOutputs outputs;
+  at::Tensor lse;
+  const bool has_sides = wanted.weights || wanted.key_mass;
+  if (has_sides && problem.softcap == 0.0 && problem.dropout_p == 0.0) {  // the rest by a fused kernel
+    outputs = forward(args, {}, /*wants_lse=*/true);
+    lse = of_shape(outputs.lse, {batches, heads, problem.query_len});
+  } else {
+    lse = tile_lse(plan.tiles);
+    if (args.sinks.defined()) {
+      lse = at::logaddexp(lse, sinks_of(args, plan));
+    }
+    outputs.lse = of_shape(lse, problem.output_shape({problem.query_len}));
+  }
+  const TileOutputs tiles = tile_forward(plan.tiles, lse, !outputs.output.defined(), wanted);
+  if (tiles.output.defined()) {
+    outputs.output = as_output(tiles.output, problem);
+  }
+  if (wanted.weights) {
+    outputs.weights = of_shape(tiles.weights, problem.output_shape({problem.query_len, problem.key_len}));
+  }
+  if (wanted.key_mass) {
+    outputs.key_mass = of_shape(tiles.key_mass, problem.output_shape({problem.key_len}));
+  }
+  return outputs;
+}
+
 SdpaOutputs forward(const SdpaArgs& args, SideOutputs wanted, bool wants_lse) {
   const Plan plan = make_plan(args, {.sides = wanted, .wants_lse = wants_lse || args.sinks.defined()});
-  if (!plan.is_fused()) {
+  if (plan.backend == Backend::kComposition) {
     return forward_aten(args, wanted);
+  }
+  if (plan.backend == Backend::kTiles) {
+    return forward_by_tiles(args, plan, wanted);
   }
   FusedOutputs fused = fused_forward(plan.call);
   if (args.sinks.defined()) {
     take_sinks(args, plan, fused);
   }
-  const Problem& problem = plan.problem;
-  if (fused.output.size(-1) != problem.value_dim) {
-    fused.output = fused.output.narrow(-1, 0, problem.value_dim);
-  }
   SdpaOutputs outputs;
-  outputs.output =
-      in_order(of_shape(fused.output, problem.output_shape({problem.query_len, problem.value_dim})),
-               problem.output_order);
+  outputs.output = as_output(fused.output, plan.problem);
   if (wants_lse) {
-    outputs.lse = of_shape(fused.lse, problem.output_shape({problem.query_len})).contiguous();
+    outputs.lse = of_shape(fused.lse, plan.problem.output_shape({plan.problem.query_len})).contiguous();
   }
   return outputs;
 }
@@ -76,36 +112,41 @@ SdpaOutputs forward_with_lse(const SdpaArgs& args, SideOutputs wanted) {
   return forward(args, wanted, /*wants_lse=*/true);
 }
 
-/// (N, H, Lq, columns): the incoming gradients of output and lse, in the columns of the plan's value.
-at::Tensor joined_grads(const SdpaOutputs& grads, const Plan& plan) {
+/// (N, H, Lq, Dv), zeros where none comes in.
+at::Tensor grad_of_output(const SdpaOutputs& grads, const Plan& plan) {
   const Problem& problem = plan.problem;
   const auto [batches, heads] = plan.dims.sizes();
+  return grads.output.defined() ? *plan.dims.query_view(grads.output)
+                                : at::zeros({batches, heads, problem.query_len, problem.value_dim},
+                                            grads.lse.options().dtype(problem.dtype));
+}
+
+/// (N, H, Lq, columns): the incoming gradients of output and lse, in the columns of the plan's value.
+at::Tensor joined_grads(const SdpaOutputs& grads, const Plan& plan) {
   const int64_t columns = plan.call.value.size(-1);
-  const at::Tensor output =
-      grads.output.defined()
-          ? *plan.dims.query_view(grads.output)
-          : at::zeros({batches, heads, problem.query_len, problem.value_dim}, plan.call.query.options());
+  const at::Tensor output = grad_of_output(grads, plan);
   if (!grads.lse.defined()) {
     return aligned(output, columns);
   }
-  const at::Tensor lse = grads.lse.reshape({batches, heads, problem.query_len, 1}).to(at::kFloat);
-  const at::Tensor rounded = lse.to(problem.dtype);
-  const at::Tensor rest = (lse - rounded.to(at::kFloat)).to(problem.dtype);
+  const auto [batches, heads] = plan.dims.sizes();
+  const at::Tensor lse = grads.lse.reshape({batches, heads, plan.problem.query_len, 1}).to(at::kFloat);
+  const at::Tensor rounded = lse.to(plan.problem.dtype);
+  const at::Tensor rest = (lse - rounded.to(at::kFloat)).to(plan.problem.dtype);
   return aligned(at::cat({output, rounded, rest}, -1), columns);
 }
 
-/// sum over rows of exp(sink - lse) (dLse - rowsum(dO O)), of the sinks' own shape.
-at::Tensor sinks_grad(const SdpaArgs& args, const Plan& plan, const at::Tensor& grad_output,
-                      const FusedOutputs& rows, const at::Tensor& grad_lse) {
-  const auto [batches, heads] = plan.dims.sizes();
-  at::Tensor row_grads = -(grad_output.to(at::kFloat) * rows.output).sum(-1);
-  if (grad_lse.defined()) {
-    row_grads = row_grads + grad_lse.reshape({batches, heads, plan.problem.query_len});
-  }
+/// rowsum(dO O) - dLse, (N, H, Lq) float32.
+at::Tensor delta_of(const at::Tensor& grad_output, const at::Tensor& output, const at::Tensor& grad_lse) {
+  const at::Tensor delta = (grad_output.to(at::kFloat) * output).sum(-1);
+  return grad_lse.defined() ? delta - grad_lse.reshape(delta.sizes()) : delta;
+}
+
+/// -sum over rows of exp(sink - lse) delta, of the sinks' own shape.
+at::Tensor sinks_grad(const SdpaArgs& args, const Plan& plan, const at::Tensor& lse,
+                      const at::Tensor& delta) {
   const at::Tensor sinks = sinks_of(args, plan);
-  const at::Tensor weights = at::exp(sinks - rows.lse);
   // Without a sink there is nothing, whatever the row has.
-  const at::Tensor terms = at::where(sinks == -kInfinity, 0.0, weights * row_grads).to(at::kFloat);
+  const at::Tensor terms = at::where(sinks == -kInfinity, 0.0, at::exp(sinks - lse) * -delta).to(at::kFloat);
   const at::Tensor canonical = plan.problem.layout.of_query_heads(args.sinks, 0);
   return at::sum_to(terms.sum(-1).reshape(at::IntArrayRef(plan.problem.lead)), canonical.sizes())
       .reshape(args.sinks.sizes())
@@ -130,6 +171,24 @@ at::Tensor mask_grad(const SdpaArgs& args, const Plan& plan, const at::Tensor& b
   return whole.reshape(args.attn_mask.sizes()).to(args.attn_mask.scalar_type()).contiguous();
 }
 
+/// Of views of the query, the keys that a kernel has been given and their values; the bias.
+struct ViewGrads {
+  at::Tensor query, key, value, bias;
+};
+
+ViewGrads fused_grads(const SdpaOutputs& grads, const Plan& plan, const at::Tensor& output,
+                      const at::Tensor& lse, bool wants_bias_grad) {
+  const FusedOutputs rows{aligned(output, plan.call.value.size(-1)), lse};
+  const FusedGrads fused = fused_backward(plan.call, joined_grads(grads, plan), rows, wants_bias_grad);
+  const VisibleRange& range = plan.call.range;
+  const auto of_all_keys = [&](const at::Tensor& grad) {
+    return range.keys() == plan.problem.key_len
+               ? grad
+               : at::constant_pad_nd(grad, {0, 0, range.key_begin, plan.problem.key_len - range.key_end}, 0);
+  };
+  return {fused.query, of_all_keys(fused.key), of_all_keys(fused.value), fused.bias};
+}
+
 SdpaInputs backward(const SdpaOutputs& grads, const SdpaArgs& args, const SavedOutputs& saved,
                     InputMask wanted) {
   check_backward(grads, args, saved, wanted);
@@ -139,42 +198,44 @@ SdpaInputs backward(const SdpaOutputs& grads, const SdpaArgs& args, const SavedO
                        .takes_lse_grad = grads.lse.defined(),
                        .wants_bias_grad = wanted.attn_mask,
                        .has_delta = saved.delta.defined()});
-  if (!plan.is_fused()) {
+  if (plan.backend == Backend::kComposition) {
     return backward_aten(grads, args, saved, wanted);
   }
   const Problem& problem = plan.problem;
-  const VisibleRange& range = plan.call.range;
   const auto [batches, heads] = plan.dims.sizes();
-  const at::Tensor grad_output = joined_grads(grads, plan);
   const at::Tensor output = *plan.dims.query_view(saved.output);
-  const FusedOutputs rows{aligned(output, plan.call.value.size(-1)),
-                          of_shape(saved.lse, {batches, heads, problem.query_len}).contiguous()};
-  FusedGrads fused = fused_backward(plan.call, grad_output, rows, wanted.attn_mask);
-
+  const at::Tensor lse = of_shape(saved.lse, {batches, heads, problem.query_len}).contiguous();
+  at::Tensor delta;
+  if (plan.backend == Backend::kTiles || wanted.sinks) {
+    delta = delta_of(grad_of_output(grads, plan), output, grads.lse);
+  }
+  ViewGrads views;
+  if (plan.is_fused()) {
+    views = fused_grads(grads, plan, output, lse, wanted.attn_mask);
+  } else {
+    const TileCall& tiles = plan.tiles;
+    const at::Tensor grad_output = aligned(grad_of_output(grads, plan), tiles.value.size(-1));
+    const TileGrads of_tiles = tile_backward(tiles, grad_output, lse, delta);
+    views = {of_tiles.query, of_tiles.key, of_tiles.value, {}};
+  }
   const auto columns = [](const at::Tensor& grad, int64_t count) {
     return grad.size(-1) == count ? grad : grad.narrow(-1, 0, count);
   };
-  const auto all_keys = [&](const at::Tensor& grad) {
-    return range.keys() == problem.key_len
-               ? grad
-               : at::constant_pad_nd(grad, {0, 0, range.key_begin, problem.key_len - range.key_end}, 0);
-  };
   SdpaInputs gradients;
   if (wanted.query) {
-    gradients.query = plan.dims.of_query_view(columns(fused.query, problem.head_dim), args.query);
+    gradients.query = plan.dims.of_query_view(columns(views.query, problem.head_dim), args.query);
   }
   if (wanted.key) {
-    gradients.key = plan.dims.of_key_view(all_keys(columns(fused.key, problem.head_dim)), args.key);
+    gradients.key = plan.dims.of_key_view(columns(views.key, problem.head_dim), args.key);
   }
   if (wanted.value) {
-    gradients.value = plan.dims.of_key_view(all_keys(columns(fused.value, problem.value_dim)), args.value);
+    gradients.value = plan.dims.of_key_view(columns(views.value, problem.value_dim), args.value);
   }
   if (wanted.attn_mask) {
-    gradients.attn_mask = mask_grad(args, plan, fused.bias);
+    gradients.attn_mask = mask_grad(args, plan, views.bias);
   }
   if (wanted.sinks) {
-    gradients.sinks =
-        sinks_grad(args, plan, columns(grad_output, problem.value_dim), {output, rows.lse}, grads.lse);
+    gradients.sinks = sinks_grad(args, plan, lse, delta);
   }
   return gradients;
 }

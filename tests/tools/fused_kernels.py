@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import attn_ext
+from attn_ext import reference
 
 FLASH, EFFICIENT, CUDNN = 1, 2, 3
 CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
@@ -182,6 +183,50 @@ def cudnn_backward(grad, query, key, value, out, lse, seed, offset, bias, cum_q,
     return backward(s, scale, grad, query, key, value, out, lse)[:3]
 
 
+def tile_scores(query, key, mask, scale, softcap, low, high):
+    assert query.dtype in HALF and query.shape[-1] == key.shape[-1] and query.shape[-1] % 16 == 0
+    assert query.shape[-1] <= 128 and all(map(is_aligned, (query, key)))
+    s = scores(query, key, scale)
+    slope = torch.ones_like(s)
+    if softcap:
+        slope = 1 - (s / softcap).tanh() ** 2
+        s = softcap * (s / softcap).tanh()
+    if mask is not None:
+        assert mask.shape == s.shape
+        s = s.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else s + mask.float()
+    i, j = torch.arange(s.shape[-2]).unsqueeze(-1), torch.arange(s.shape[-1])
+    return s.masked_fill((j < i + low) | (j > i + high), -math.inf), slope
+
+
+def tile_lse(query, key, mask, scale, softcap, low, high):
+    return tile_scores(query, key, mask, scale, softcap, low, high)[0].logsumexp(-1)
+
+
+def tile_weights(query, key, value, grad_output, mask, seed, lse, delta, scale, softcap, dropout_p, low, high,
+                 first_head, heads, row_begin, rows):  # fmt: skip
+    s, slope = tile_scores(query, key, mask, scale, softcap, low, high)
+    assert lse.is_contiguous() and lse.shape == s.shape[:3] and lse.dtype == torch.float32
+    hidden = s.isneginf() | lse.isneginf().unsqueeze(-1)
+    weights = (s - lse.unsqueeze(-1)).exp().masked_fill(hidden, 0)
+    multiplier = torch.ones(())
+    if seed is not None:
+        kept = 1 / (1 - dropout_p) if dropout_p < 1 else 0.0
+        multiplier = reference.dropout_keep(seed, dropout_p, s.shape) * kept
+
+    def of_launch(t: Tensor) -> Tensor:
+        part = t.flatten(0, 1)[first_head : first_head + heads, row_begin : row_begin + rows]
+        return part.to(query.dtype).contiguous()
+
+    applied = of_launch(weights * multiplier)
+    if grad_output is None:
+        return applied, torch.empty(0)
+    assert delta.is_contiguous() and all(map(is_aligned, (value, grad_output)))
+    assert value.shape[-1] == grad_output.shape[-1] and value.shape[-1] % 16 == 0
+    d_weights = grad_output.float() @ spread(value, query).float().mT * multiplier
+    d_scores = (weights * (d_weights - delta.unsqueeze(-1)) * slope).masked_fill(hidden, 0)
+    return applied, of_launch(d_scores)
+
+
 def choice(allowed: tuple[int, ...]) -> Any:
     """`_fused_sdp_choice`, of what is allowed the first that takes the tensors."""
 
@@ -203,7 +248,7 @@ def choice(allowed: tuple[int, ...]) -> Any:
 
 
 @contextmanager
-def on_gpu(*allowed: int) -> Iterator[list[str]]:
+def on_gpu(*allowed: int, tiles: bool = True) -> Iterator[list[str]]:
     """Sends calls on the CPU's tensors where those on an NVIDIA GPU go, with the backends that `allowed` names as
     ATen prefers them; gives the names of the kernels that were called."""
     called: list[str] = []
@@ -234,6 +279,9 @@ def on_gpu(*allowed: int) -> Iterator[list[str]]:
     try:
         for name, kernel in kernels.items():
             aten.impl(name, noting(name, kernel), "CPU", allow_override=True)
+        if tiles:
+            own.impl("_tile_lse", noting("_tile_lse", tile_lse), "CPU")
+            own.impl("_tile_weights", noting("_tile_weights", tile_weights), "CPU")
         for name in ("_sdpa_forward", "_sdpa_backward"):
             own.impl(name, as_on_gpu(name), "CPU", allow_override=True)
         own.impl(
