@@ -2,12 +2,14 @@
 
     python benchmarks/gpu.py                                       the grid, forward and backward
     python benchmarks/gpu.py --dtype bfloat16 --mode fwd --cells llama-2048
+    python benchmarks/gpu.py --graph                               the same without the processor's share
     python benchmarks/gpu.py --sides                               what no fused kernel of PyTorch's has
 
 Calls alternate in blocks, in one process; a block is timed by events around as many calls as take `--block`
 milliseconds, so that it holds what a loop of calls takes: the GPU's time, or where that is shorter the
-processor's. What counts is the median of the blocks. "best" is the fastest of F.sdpa as it chooses by itself and
-of each of its backends that takes the call.
+processor's. With `--graph` the calls are replays of CUDA graphs, which leaves the GPU's time alone, of forward or
+of forward and backward. What counts is the median of the blocks. "best" is the fastest of F.sdpa as it chooses by
+itself and of each of its backends that takes the call.
 """
 
 import argparse
@@ -95,6 +97,8 @@ class Timed:
     def run(self) -> float:
         """Milliseconds a call."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(self.repeats // 4):  # what ran before has left its own in caches
+            self.call()
         torch.cuda.synchronize()
         begin.record()
         for _ in range(self.repeats):
@@ -116,9 +120,11 @@ def alternate(calls: dict[str, Call], rounds: int, milliseconds: float) -> dict[
             timings[name] = Timed(call, milliseconds)
         except RuntimeError:
             torch.cuda.synchronize()
+    order = list(timings.values())
     for _ in range(rounds):
-        for timing in timings.values():
+        for timing in order:
             timing.blocks.append(timing.run())
+        order.append(order.pop(0))
     return timings
 
 
@@ -130,9 +136,29 @@ def run_under(context: Callable[[], Any], call: Call) -> Call:
     return run
 
 
-def contenders(problem: Problem) -> dict[str, Call]:
+def graphed(problem: Problem, attend: Call) -> Call:
+    def step() -> Any:
+        output = attend()
+        if problem.mode == "fwd":
+            return output
+        return torch.autograd.grad(output, problem.differentiable(), problem.grad_output)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def contenders(problem: Problem, graph: bool) -> dict[str, Call]:
     """Backward goes by what forward has chosen."""
     calls: dict[str, Call] = {}
+    if graph:
+        return {"ours": graphed(problem, ours(problem)), "F.sdpa": graphed(problem, f_sdpa(problem))}
     for name, attend, context in (
         ("ours", ours(problem), nullcontext),
         ("F.sdpa", f_sdpa(problem), nullcontext),
@@ -168,7 +194,8 @@ def print_row(problem: Problem, timings: dict[str, Timed]) -> float:
     print(
         f"{problem.cell.name:13} {str(problem.dtype)[6:]:9} {problem.mode:3} {path:10}"
         f"{us:10.1f} {timings['F.sdpa'].microseconds:10.1f} {ratio:6.2f} {best[0]:10.1f} {best[0] / us:6.2f} "
-        f"{best[1]:10}{timings['composition'].microseconds / us:8.1f}",
+        f"{best[1]:10}"
+        + (f"{timings['composition'].microseconds / us:8.1f}" if "composition" in timings else ""),
         flush=True,
     )
     return ratio
@@ -184,7 +211,7 @@ def grid(cells: list[Cell], options: argparse.Namespace) -> None:
         for mode in options.mode:
             for cell in cells:
                 problem = on_gpu(make_problem(cell, mode, DTYPES[dtype]))
-                timings = alternate(contenders(problem), options.rounds, options.block)
+                timings = alternate(contenders(problem, options.graph), options.rounds, options.block)
                 ratios.append(print_row(problem, timings))
     below = sum(ratio < 0.98 for ratio in ratios)
     print(
@@ -192,70 +219,80 @@ def grid(cells: list[Cell], options: argparse.Namespace) -> None:
     )
 
 
-def sides(options: argparse.Namespace) -> None:
-    """What F.sdpa has no word for, beside FlexAttention where that has one, and the rate of writing weights."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+def side_calls(problem: Problem, flex: Any) -> dict[str, dict[str, Call]]:
+    """By what is asked: our call, and FlexAttention's where it has a word for it."""
+    from torch.nn.attention.flex_attention import create_block_mask
 
-    flex = torch.compile(flex_attention, dynamic=False)
+    q, k, v = problem.query, problem.key, problem.value
+    heads, length = q.shape[1], q.shape[2]
+    sinks = torch.randn(heads, device="cuda")
+    causal = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length)
+    window = create_block_mask(lambda b, h, i, j: (i >= j) & (i - j <= WINDOW), None, None, length, length)
+
+    def capped(score: Tensor, b: Any, h: Any, i: Any, j: Any) -> Tensor:
+        return 30.0 * torch.tanh(score / 30.0)
+
+    def with_sink() -> Tensor:
+        output, lse = flex(q, k, v, block_mask=causal, return_lse=True)
+        return (output * torch.sigmoid(lse - sinks[:, None]).unsqueeze(-1)).to(q.dtype)
+
+    attend = partial(attn_ext.sdpa, q, k, v)
+    calls: dict[str, dict[str, Call]] = {
+        "causal": {
+            "ours": partial(attend, is_causal=True),
+            "flex": partial(flex, q, k, v, block_mask=causal),
+        },
+        "window": {
+            "ours": partial(attend, is_causal=True, window_left=WINDOW),
+            "flex": partial(flex, q, k, v, block_mask=window),
+        },
+        "softcap": {
+            "ours": partial(attend, is_causal=True, softcap=30.0),
+            "flex": partial(flex, q, k, v, capped, block_mask=causal),
+        },
+        "sinks": {"ours": partial(attend, is_causal=True, sinks=sinks), "flex": with_sink},
+        "dropout": {
+            "ours": partial(attend, dropout_p=0.1),
+            "F.sdpa": partial(F.scaled_dot_product_attention, q, k, v, dropout_p=0.1),
+        },
+        "weights": {"ours": partial(attn_ext.sdpa_with_weights, q, k, v)},
+        "key mass": {"ours": partial(attn_ext.sdpa_with_key_mass, q, k, v)},
+    }
+    if problem.mode == "fwd":
+        buffer = torch.empty(*q.shape[:3], length, dtype=q.dtype, device="cuda")
+        calls["weights"]["writing them"] = partial(buffer.fill_, 1.0)
+    return calls
+
+
+def sides(options: argparse.Namespace) -> None:
+    """What F.sdpa has no word for, or draws otherwise."""
+    from torch.nn.attention.flex_attention import flex_attention
+
     for dtype in options.dtype:
         for mode in options.mode:
             problem = on_gpu(make_problem(SIDES, mode, DTYPES[dtype]))
-            q, k, v = problem.query, problem.key, problem.value
-            heads, length = q.shape[1], q.shape[2]
-            sinks = torch.randn(heads, device="cuda")
-            causal = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length)
-            window = create_block_mask(
-                lambda b, h, i, j: (i >= j) & (i - j <= WINDOW), None, None, length, length
-            )
-
-            def capped(score: Tensor, b: Any, h: Any, i: Any, j: Any) -> Tensor:
-                return 30.0 * torch.tanh(score / 30.0)
-
-            def with_sink(q: Tensor = q, k: Tensor = k, v: Tensor = v, s: Tensor = sinks) -> Tensor:
-                output, lse = flex(q, k, v, block_mask=causal, return_lse=True)
-                return (output * torch.sigmoid(lse - s[:, None]).unsqueeze(-1)).to(q.dtype)
-
-            rows: dict[str, dict[str, Call]] = {
-                "causal": {
-                    "ours": partial(attn_ext.sdpa, q, k, v, is_causal=True),
-                    "flex": partial(flex, q, k, v, block_mask=causal),
-                },
-                "window": {
-                    "ours": partial(attn_ext.sdpa, q, k, v, is_causal=True, window_left=WINDOW),
-                    "flex": partial(flex, q, k, v, block_mask=window),
-                },
-                "softcap": {
-                    "ours": partial(attn_ext.sdpa, q, k, v, is_causal=True, softcap=30.0),
-                    "flex": partial(flex, q, k, v, capped, block_mask=causal),
-                },
-                "sinks": {
-                    "ours": partial(attn_ext.sdpa, q, k, v, is_causal=True, sinks=sinks),
-                    "flex": with_sink,
-                },
-                "dropout": {"ours": partial(attn_ext.sdpa, q, k, v, dropout_p=0.1)},
-                "weights": {"ours": partial(attn_ext.sdpa_with_weights, q, k, v)},
-                "key mass": {"ours": partial(attn_ext.sdpa_with_key_mass, q, k, v)},
-            }
-            if mode == "fwd":
-                buffer = torch.empty(*q.shape[:3], length, dtype=q.dtype, device="cuda")
-                rows["weights"]["writing them"] = partial(buffer.fill_, 1.0)
-            for name, calls in rows.items():
-                if name in options.only or not options.only:
-                    calls = {
-                        who: call if who == "writing them" else timed(problem, lambda f=call: first(f()))
+            for name, calls in side_calls(problem, torch.compile(flex_attention, dynamic=False)).items():
+                if options.only and name not in options.only:
+                    continue
+                timings = alternate(
+                    {
+                        who: call if who == "writing them" else timed(problem, partial(first, call))
                         for who, call in calls.items()
-                    }
-                    timings = alternate(calls, options.rounds, options.block)
-                    us = timings["ours"].microseconds
-                    others = "".join(
-                        f"  {who} {t.microseconds:.1f} us, ratio {t.microseconds / us:.2f}"
-                        for who, t in timings.items()
-                        if who != "ours"
-                    )
-                    print(f"{name:10} {dtype:9} {mode}  {us:10.1f} us{others}", flush=True)
+                    },
+                    options.rounds,
+                    options.block,
+                )
+                us = timings["ours"].microseconds
+                others = "".join(
+                    f"  {who} {timing.microseconds:.1f} us, ratio {timing.microseconds / us:.2f}"
+                    for who, timing in timings.items()
+                    if who != "ours"
+                )
+                print(f"{name:10} {dtype:9} {mode}  {us:10.1f} us{others}", flush=True)
 
 
-def first(outputs: Any) -> Tensor:
+def first(call: Call) -> Tensor:
+    outputs = call()
     output: Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
     return output
 
@@ -271,6 +308,7 @@ def main() -> None:
     parser.add_argument("--mode", nargs="+", choices=["fwd", "bwd"], default=["fwd", "bwd"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--block", type=float, default=3.0, help="milliseconds (default: 3)")
+    parser.add_argument("--graph", action="store_true", help="replays of CUDA graphs")
     parser.add_argument("--sides", action="store_true", help="sinks, softcap, weights and the like instead")
     parser.add_argument("--only", nargs="+", default=[], help="of the sides, these")
     options = parser.parse_args()

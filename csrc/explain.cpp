@@ -91,11 +91,16 @@ int64_t saved_bytes(const SdpaArgs& args, const cpu::AttentionShape& shape) {
              : 0;
 }
 
-Explanation explain_kernels(SdpaArgs args, const cpu::KernelTable& table) {
+SdpaArgs with_seed(SdpaArgs args) {
   if (args.dropout_p > 0.0) {
     args.dropout_seed =
         at::zeros({}, args.query.options().dtype(at::kLong));  // as good as any: nothing is drawn
   }
+  return args;
+}
+
+Explanation explain_kernels(const SdpaArgs& given, const cpu::KernelTable& table) {
+  const SdpaArgs args = with_seed(given);
   const cpu::OneThreadInForkedChild guard;
   const cpu::Inputs inputs(args, check_args(args));
   const auto params = cpu::params_over<cpu::ForwardParams>(inputs);
@@ -118,23 +123,28 @@ constexpr const char* kOneThread =
 
 }  // namespace
 
-Explanation explain_gpu(const SdpaArgs& args) {
+Explanation explain_gpu(const SdpaArgs& given) {
+  const SdpaArgs args = with_seed(given);
   const cuda::Plan plan = cuda::make_plan(args, {});
   if (plan.backend == cuda::Backend::kComposition) {
     return explain_composition(args, "the composition over ATen ops: " + plan.reason);
   }
-  const cuda::FusedCall& call = plan.call;
-  const bool has_mask = args.attn_mask.defined();
-  return {.path = cuda::name_of(call.backend),
+  const bool is_fused = plan.is_fused();
+  const auto made = [&](const at::Tensor& of_fused, const at::Tensor& of_tiles, const at::Tensor& given_one) {
+    return given_one.defined() ? bytes_unless_in(is_fused ? of_fused : of_tiles, given_one) : 0;
+  };
+  return {.path = cuda::name_of(plan.backend),
           .capability = args.query.device().str(),
-          .block_rows = call.query_len(),
-          .block_keys = call.range.keys(),
-          .packed_bytes = bytes_unless_in(call.query, args.query) + bytes_unless_in(call.key, args.key) +
-                          bytes_unless_in(call.value, args.value) +
-                          (has_mask ? bytes_unless_in(call.bias, args.attn_mask) : 0),
-          .scratch_bytes = 0,
+          .block_rows = plan.problem.query_len,
+          .block_keys = is_fused ? plan.call.range.keys() : plan.problem.key_len,
+          .packed_bytes = made(plan.call.query, plan.tiles.query, args.query) +
+                          made(plan.call.key, plan.tiles.key, args.key) +
+                          made(plan.call.value, plan.tiles.value, args.value) +
+                          made(plan.call.bias, plan.tiles.mask, args.attn_mask),
+          .scratch_bytes = is_fused ? 0 : cuda::tile_scratch_bytes(plan.tiles),
           .saved_bytes = 0,
-          .reason = "a fused kernel of ATen's; in blocks of its own"};
+          .reason = is_fused ? "a fused kernel of ATen's, in blocks of its own"
+                             : "weights by kernels of attn_ext's own, products by cuBLAS: " + plan.reason};
 }
 
 Explanation explain(const SdpaArgs& args) {

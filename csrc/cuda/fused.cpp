@@ -107,6 +107,8 @@ FusedGrads efficient_backward(const FusedCall& call, const at::Tensor& grad_outp
                               bool wants_bias_grad) {
   const EfficientMask mask = *efficient_mask(call.range, call.query_len(), /*is_backward=*/true);
   const int64_t len = call.query_len(), aligned = (len + kLseAlignment - 1) / kLseAlignment * kLseAlignment;
+  // The kernel takes the rows of the output to lie as those that the forward kernel gives.
+  const at::Tensor output = swapped(rows.output).contiguous();
   // exp(score - inf) is 0 where exp(-inf + inf) is not.
   at::Tensor lse =
       call.bias.defined() ? at::where(rows.lse == -kInfinity, kInfinity, rows.lse).to(at::kFloat) : rows.lse;
@@ -117,7 +119,7 @@ FusedGrads efficient_backward(const FusedCall& call, const at::Tensor& grad_outp
   }
   auto [query, key, value, bias] = at::_efficient_attention_backward_symint(
       swapped(grad_output), swapped(call.query), swapped(call.key), swapped(call.value),
-      optional_of(call.bias), swapped(rows.output), /*cu_seqlens_q=*/std::nullopt,
+      optional_of(call.bias), output, /*cu_seqlens_q=*/std::nullopt,
       /*cu_seqlens_k=*/std::nullopt, len, call.range.keys(), lse, /*dropout_p=*/0.0,
       /*philox_seed=*/lse, /*philox_offset=*/lse, mask.type, wants_bias_grad, call.scale);
   return {swapped(query), swapped(key), swapped(value), bias};

@@ -6,7 +6,6 @@
 #include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/amax.h>
 #include <ATen/ops/arange.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 
@@ -23,6 +22,7 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr int64_t kBiasAlignment = 16;      // elements between the rows of a bias
 constexpr int64_t kMostGridBlocks = 65535;  // in the dims of a grid that count N and H
 constexpr int64_t kFlashDims = 256;
+constexpr int64_t kFewRows = 32;  // below, repeated keys cost the backward pass more than many small launches
 // Elements of a bias that may be made larger than its mask, by a band that is put into it, or of a gradient
 // that is larger: what one chunk of the composition holds.
 constexpr int64_t kMostMadeElements = int64_t{1} << 24;
@@ -86,7 +86,8 @@ at::Tensor visible_by(const VisibleRange& range, int64_t query_len, const at::Te
 
 /// (lead or 1, Lq or 1, keys): a mask of the range's keys, in the query's dtype with -inf where it hides, and
 /// rows kBiasAlignment apart.
-at::Tensor make_bias(const at::Tensor& mask, const at::Tensor& visible, at::ScalarType dtype, int64_t keys) {
+at::Tensor make_bias(const at::Tensor& mask, const at::Tensor& visible, at::ScalarType dtype, int64_t keys,
+                     bool wants_alignment) {
   const bool is_bool = mask.scalar_type() == at::kBool;
   at::DimVector sizes(mask.sizes().begin(), mask.sizes().end());
   sizes.back() = keys;
@@ -94,6 +95,9 @@ at::Tensor make_bias(const at::Tensor& mask, const at::Tensor& visible, at::Scal
     sizes[sizes.size() - 2] = visible.size(-2);
   }
   if (!is_bool && !visible.defined() && mask.size(-1) == keys && mask.stride(-1) == 1) {
+    if (!wants_alignment) {
+      return mask;
+    }
     const auto alignment = kBiasAlignment * static_cast<int64_t>(mask.element_size());
     bool fits = reinterpret_cast<uintptr_t>(mask.storage().data()) % 16 == 0 &&
                 mask.storage_offset() % kBiasAlignment == 0;
@@ -107,10 +111,10 @@ at::Tensor make_bias(const at::Tensor& mask, const at::Tensor& visible, at::Scal
   }
   at::DimVector padded = sizes;
   padded.back() = rounded_up(keys, kBiasAlignment);
-  const at::Tensor bias = at::empty(padded, mask.options().dtype(dtype)).narrow(-1, 0, keys);
+  const at::Tensor bias =
+      at::full(padded, is_bool ? -kInfinity : 0.0, mask.options().dtype(dtype)).narrow(-1, 0, keys);
   if (is_bool) {
-    const at::Tensor shown = visible.defined() ? mask.logical_and(visible) : mask;
-    bias.fill_(-kInfinity).masked_fill_(shown, 0.0);
+    bias.masked_fill_(visible.defined() ? mask.logical_and(visible) : mask, 0.0);
   } else {
     bias.copy_(mask);
     if (visible.defined()) {
@@ -175,6 +179,9 @@ class Planner {
     Backend backend = choose();
     const bool lacks_groups = backend == Backend::kComposition || backend == Backend::kEfficient;
     if (problem.layout.group > 1 && lacks_groups) {
+      if (purpose_.is_backward && problem.query_len < kFewRows) {
+        return "few rows of grouped heads, whose keys the fused kernels would have repeated";
+      }
       if (!view(batch_dims + 1)) {
         return kNoView;
       }
@@ -191,7 +198,7 @@ class Planner {
       return "more heads than a grid has blocks";
     }
     plan_.call.backend = backend;
-    if (mask_.defined()) {
+    if (has_mask_) {
       return make_bias_of(backend) ? nullptr : kNoView;
     }
     return nullptr;
@@ -212,7 +219,9 @@ class Planner {
     return is_wanted && !is_part && is_drawn_once && is_half(problem.dtype) &&
            !purpose_.takes_grads_of_sides && !purpose_.wants_bias_grad && std::isfinite(problem.scale) &&
            !holds_nothing(args_, problem) && std::max(problem.head_dim, problem.value_dim) <= kTileDims &&
-           heads <= kMostGridBlocks && has_tiles(args_.query);
+           heads <= kMostGridBlocks &&
+           has_tiles(args_.query, rounded_up(problem.head_dim, kTileDimsStep),
+                     rounded_up(problem.value_dim, kTileDimsStep));
   }
 
   bool view_tiles() {
@@ -253,19 +262,16 @@ class Planner {
   const char* take_mask() {
     const Problem& problem = plan_.problem;
     VisibleRange& range = plan_.call.range;
-    mask_ = problem.layout.of_query_heads(args_.attn_mask, 2);
-    if (mask_.size(-1) != 1) {
-      mask_ = mask_.narrow(-1, range.key_begin, range.keys());
-    }
+    has_mask_ = true;
     int64_t lead = 1;
-    for (int64_t dim = 0; dim + 2 < mask_.dim(); ++dim) {
-      lead *= mask_.size(dim);
+    for (int64_t dim = 0; dim + 2 < args_.attn_mask.dim(); ++dim) {
+      lead *= args_.attn_mask.size(dim);
     }
     if (range.kind != BandKind::kAll) {
       if (lead * problem.query_len * range.keys() > kMostMadeElements) {
         return "attn_mask beside a window or is_causal, too large to be made one bias";
       }
-      visible_ = visible_by(range, problem.query_len, mask_.options());
+      visible_ = visible_by(range, problem.query_len, args_.attn_mask.options());
       range.band = {};
       range.kind = BandKind::kAll;
       range.first_seeing_row = 0;
@@ -275,7 +281,7 @@ class Planner {
     for (const int64_t size : problem.lead) {
       scores *= size;
     }
-    if (purpose_.wants_bias_grad && scores > std::max(4 * mask_.numel(), kMostMadeElements)) {
+    if (purpose_.wants_bias_grad && scores > std::max(4 * args_.attn_mask.numel(), kMostMadeElements)) {
       return "the gradient of attn_mask, which the fused kernels make of the size of all scores";
     }
     return nullptr;
@@ -311,15 +317,29 @@ class Planner {
   bool view_if_it_fits(size_t batches) {
     Plan before = plan_;
     if (view(batches) && plan_.dims.sizes()[0] <= kMostGridBlocks &&
-        (!mask_.defined() || plan_.dims.view(mask_.expand(mask_with_rows())))) {
+        (!has_mask_ || has_view(canonical_mask()))) {
       return true;
     }
     plan_ = std::move(before);
     return false;
   }
 
-  at::DimVector mask_with_rows() const {
-    at::DimVector sizes(mask_.sizes().begin(), mask_.sizes().end());
+  bool has_view(const at::Tensor& mask) const {
+    return plan_.dims.view(mask.expand(mask_sizes(mask))).has_value();
+  }
+
+  /// (lead or 1, Lq or 1, keys or 1), as it came.
+  at::Tensor canonical_mask() const {
+    const VisibleRange& range = plan_.call.range;
+    const at::Tensor mask = plan_.problem.layout.of_query_heads(args_.attn_mask, 2);
+    return mask.size(-1) == 1 || range.keys() == plan_.problem.key_len
+               ? mask
+               : mask.narrow(-1, range.key_begin, range.keys());
+  }
+
+  /// Of a mask whose rows and keys are all there.
+  at::DimVector mask_sizes(const at::Tensor& mask) const {
+    at::DimVector sizes(mask.sizes().begin(), mask.sizes().end());
     sizes[sizes.size() - 2] = plan_.problem.query_len;
     sizes.back() = plan_.call.range.keys();
     return sizes;
@@ -340,7 +360,7 @@ class Planner {
         .kind = call.range.kind,
         .has_flash_window = dims <= kFlashDims && flash_window(call.range, call.query_len()).has_value(),
         .has_efficient_mask = efficient_mask(call.range, call.query_len(), purpose_.is_backward).has_value(),
-        .has_bias = mask_.defined(),
+        .has_bias = has_mask_,
         .wants_bias_grad = purpose_.wants_bias_grad};
     return route(request, choice_of_aten(), context.userEnabledFlashSDP(),
                  context.userEnabledMemEfficientSDP());
@@ -359,7 +379,7 @@ class Planner {
     }
     // What the choice asks of a mask: whether there is one, that it broadcasts, and its last stride.
     std::optional<at::Tensor> mask;
-    if (mask_.defined()) {
+    if (has_mask_) {
       mask = call.query.detach().as_strided({1, 1}, {1, 1});
     }
     const int64_t choice = at::_fused_sdp_choice(query, call.key, call.value, mask, /*dropout_p=*/0.0,
@@ -381,18 +401,17 @@ class Planner {
 
   bool make_bias_of(Backend backend) {
     FusedCall& call = plan_.call;
-    const at::Tensor bias = make_bias(mask_, visible_, plan_.problem.dtype, call.range.keys());
-    const auto whole = plan_.dims.view(bias.expand(mask_with_rows()));
+    const at::Tensor bias = make_bias(canonical_mask(), visible_, plan_.problem.dtype, call.range.keys(),
+                                      backend == Backend::kEfficient);
+    const auto whole = plan_.dims.view(bias.expand(mask_sizes(bias)));
     if (!whole) {
       return false;
     }
     call.bias = *whole;
     if (backend == Backend::kEfficient && purpose_.wants_lse) {
-      const auto sees = plan_.dims.view(rows_that_see(bias).unsqueeze(-1).expand([&] {
-        auto sizes = mask_with_rows();
-        sizes.back() = 1;
-        return sizes;
-      }()));
+      at::DimVector sizes = mask_sizes(bias);
+      sizes.back() = 1;
+      const auto sees = plan_.dims.view(rows_that_see(bias).unsqueeze(-1).expand(sizes));
       if (!sees) {
         return false;
       }
@@ -404,7 +423,7 @@ class Planner {
   const SdpaArgs& args_;
   const Purpose& purpose_;
   Plan plan_;
-  at::Tensor mask_;     // (lead or 1, Lq or 1, keys or 1), as it came
+  bool has_mask_ = false;
   at::Tensor visible_;  // (Lq, keys), of a band that goes into the bias
 };
 

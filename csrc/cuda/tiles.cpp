@@ -117,9 +117,14 @@ std::tuple<at::Tensor, at::Tensor> make_weights(const TileCall& call, const Laun
 
 }  // namespace
 
-bool has_tiles(const at::Tensor& query) {
-  return query.is_cuda() ? has_tile_kernels(query.device())
+bool has_tiles(const at::Tensor& query, int64_t head_dim, int64_t value_dim) {
+  return query.is_cuda() ? has_tile_kernels({head_dim, value_dim, query.scalar_type()}, query.device())
                          : weights_op().hasKernelForDispatchKey(c10::DispatchKey::CPU);
+}
+
+int64_t tile_scratch_bytes(const TileCall& call) {
+  const Launch launch = Matrices(call).first_launch(/*whole=*/false);
+  return launch.heads * launch.rows * call.key.size(2) * call.query.element_size();
 }
 
 at::Tensor tile_lse(const TileCall& call) {

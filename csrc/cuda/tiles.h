@@ -21,8 +21,8 @@ struct TileCall {
   double scale = 1.0, softcap = 0.0, dropout_p = 0.0;
 };
 
-/// Whether there are such kernels for tensors where the query is.
-bool has_tiles(const at::Tensor& query);
+/// Whether there are such kernels for tensors where the query is, of these head dims.
+bool has_tiles(const at::Tensor& query, int64_t head_dim, int64_t value_dim);
 
 /// (N, H, Lq) float32, without sinks.
 at::Tensor tile_lse(const TileCall& call);
@@ -41,5 +41,8 @@ struct TileGrads {
 /// `delta`: rowsum(dO O) - dLse, (N, H, Lq) float32.
 TileGrads tile_backward(const TileCall& call, const at::Tensor& grad_output, const at::Tensor& lse,
                         const at::Tensor& delta);
+
+/// Of the weights of a launch, and of the scores' gradients in backward as much again.
+int64_t tile_scratch_bytes(const TileCall& call);
 
 }  // namespace attn_ext::cuda

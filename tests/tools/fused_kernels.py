@@ -144,6 +144,7 @@ def efficient_backward(grad, query, key, value, bias, out, cu_q, cu_k, max_q, ma
                        shared_storage_dqdkdv=False):  # fmt: skip
     assert lse.stride(1) % 32 == 0, "LSE is not correctly aligned"
     assert window_size is None, "which the kernel does not heed"
+    assert out.is_contiguous(), "whose rows the kernel takes to lie so"
     s = efficient_scores(query, key, value, bias, mask_type, scale, window_size)
     tensors = (t.transpose(1, 2) for t in (grad, query, key, value, out))
     *grads, d_scores = backward(s, scale, *tensors, lse[..., : query.shape[1]])
@@ -240,7 +241,9 @@ def choice(allowed: tuple[int, ...]) -> Any:
             and mask is None
             and dims[0] == dims[1] <= 256
             and not (is_causal and query.shape[-2] != key.shape[-2]),
-            EFFICIENT: (mask is None or mask.stride(-1) == 1) and query.dtype != torch.float64 and not grouped,
+            EFFICIENT: (mask is None or mask.stride(-1) == 1)
+            and query.dtype != torch.float64
+            and not grouped,
         }
         return next((backend for backend in allowed if takes[backend]), 0)
 

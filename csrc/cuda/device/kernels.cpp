@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <string>
@@ -44,10 +45,21 @@ constexpr int kMajor = 75, kMinor = 76, kMostSharedBytes = 97;  // attributes of
 constexpr int kDynamicSharedBytes = 8;                          // of a function
 constexpr int kThreads = 256, kPad = 8;                         // as in weights.cu
 
-/// PyTorch's own library of just these two, which finds them where its wheels put them.
+/// PyTorch's own library of just these two, which finds them where its wheels put them; it lies beside the
+/// others.
+void* open_library() {
+  Dl_info torch{};
+  if (dladdr(reinterpret_cast<void*>(static_cast<void (*)(const c10::Warning&)>(&c10::warn)), &torch) == 0 ||
+      torch.dli_fname == nullptr) {
+    return nullptr;
+  }
+  const std::string path = torch.dli_fname;
+  return dlopen((path.substr(0, path.rfind('/') + 1) + "libcaffe2_nvrtc.so").c_str(), RTLD_LAZY | RTLD_LOCAL);
+}
+
 Cuda open_cuda() {
   Cuda cuda;
-  void* library = dlopen("libcaffe2_nvrtc.so", RTLD_LAZY | RTLD_LOCAL);
+  void* library = open_library();
   if (library == nullptr) {
     return cuda;
   }
@@ -130,6 +142,12 @@ size_t tile_bytes(int64_t columns) {
   return static_cast<size_t>(kTileRows * (columns + kPad)) * sizeof(u16);
 }
 
+/// The tiles, over which what is stored is laid out again.
+size_t weights_bytes(const TileDims& dims, bool with_gradients) {
+  const size_t tiles = 2 * tile_bytes(dims.head_dim) + (with_gradients ? 2 * tile_bytes(dims.value_dim) : 0);
+  return std::max(tiles, tile_bytes(kTileKeys));
+}
+
 struct Functions {
   void *row_sums, *weights;
   unsigned row_sums_bytes, weights_bytes;  // of shared memory
@@ -143,8 +161,7 @@ Functions load(const TileDims& dims, bool with_gradients, c10::Device device) {
   check(cuda().cuModuleGetFunction(&functions.row_sums, module, "row_sums"));
   check(cuda().cuModuleGetFunction(&functions.weights, module, "weights"));
   functions.row_sums_bytes = static_cast<unsigned>(2 * tile_bytes(dims.head_dim));
-  functions.weights_bytes = static_cast<unsigned>(tile_bytes(kTileKeys) + 2 * tile_bytes(dims.head_dim) +
-                                                  (with_gradients ? 2 * tile_bytes(dims.value_dim) : 0));
+  functions.weights_bytes = static_cast<unsigned>(weights_bytes(dims, with_gradients));
   check(cuda().cuFuncSetAttribute(functions.row_sums, kDynamicSharedBytes,
                                   static_cast<int>(functions.row_sums_bytes)));
   check(cuda().cuFuncSetAttribute(functions.weights, kDynamicSharedBytes,
@@ -179,13 +196,10 @@ int64_t tiles(int64_t length, int64_t tile) {
 
 }  // namespace
 
-bool has_tile_kernels(c10::Device device) {
-  if (!device.is_cuda() || !cuda().is_complete) {
-    return false;
-  }
+bool has_tile_kernels(const TileDims& dims, c10::Device device) {
   constexpr int kFirstMajor = 8;  // with mma of bfloat16 and asynchronous copies
-  const int needed = static_cast<int>(tile_bytes(kTileKeys) + 4 * tile_bytes(kTileDims));
-  return attribute_of(device, kMajor) >= kFirstMajor && attribute_of(device, kMostSharedBytes) >= needed;
+  return device.is_cuda() && cuda().is_complete && attribute_of(device, kMajor) >= kFirstMajor &&
+         static_cast<size_t>(attribute_of(device, kMostSharedBytes)) >= weights_bytes(dims, true);
 }
 
 void launch_row_sums(const WeightsParams& params, const TileDims& dims, int64_t heads, c10::Device device) {

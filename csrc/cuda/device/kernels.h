@@ -21,8 +21,8 @@ struct TileDims {
   c10::ScalarType dtype;  // half precision
 };
 
-/// Whether the device has the matrix units, and PyTorch the compiler; asked once for each device.
-bool has_tile_kernels(c10::Device device);
+/// Whether the device has the matrix units and the memory, and PyTorch the compiler.
+bool has_tile_kernels(const TileDims& dims, c10::Device device);
 
 /// lse of `heads` heads, over N as well, into `row_sums`.
 void launch_row_sums(const WeightsParams& params, const TileDims& dims, int64_t heads, c10::Device device);

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "../../unboxed.h"
@@ -41,10 +42,12 @@ WeightsParams params_of(const at::Tensor& query, const at::Tensor& key, const Op
   params.group = static_cast<int>(query.size(1) / key.size(1));
   params.query_len = static_cast<int>(query.size(2));
   params.key_len = static_cast<int>(key.size(2));
-  params.low = low;
-  params.high = high;
+  constexpr int64_t kFarthest = int64_t{1} << 31;  // from each other, of any row and key
+  params.low = static_cast<int>(std::max(low, -kFarthest));
+  params.high = static_cast<int>(std::min(high, kFarthest - 1));
   params.scale = static_cast<float>(scale);
   params.softcap = static_cast<float>(softcap);
+  params.capped_scale = softcap > 0.0 ? static_cast<float>(2.0 * scale / softcap) : 0.0F;
   return params;
 }
 

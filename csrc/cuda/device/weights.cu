@@ -1,5 +1,5 @@
 // Weights and their gradients, a tile of scores at a time, on the matrix units of an NVIDIA GPU; compiled when it is
-// first needed, by the compiler that comes with PyTorch, after weights_params.h. Defined from outside: HEAD_DIM and
+// first needed, by the compiler that comes with PyTorch, after weights_params.h and primitives.cu. Defined from outside: HEAD_DIM and
 // VALUE_DIM, multiples of 16, IS_BFLOAT16 and WITH_GRADIENTS.
 //
 //   S = softcap(scale · Q Kᵀ) + bias over what is visible       P = exp(S - lse)
@@ -10,7 +10,6 @@
 // A block of 256 threads has a tile of 128 rows and 128 keys; each of its eight warps 16 rows of it.
 
 constexpr int kTile = 128, kThreads = 256, kPad = 8;  // pads keep rows of a tile in different banks
-#define kInfinity __int_as_float(0x7f800000)
 
 struct Place {  // of a launch's head
   int n, h, kv;
@@ -21,8 +20,6 @@ __device__ Place place_of(const WeightsParams& p, int head) {
   return {n, h, h / p.group};
 }
 
-__device__ u32 address_of(const void* shared) { return (u32)__cvta_generic_to_shared(shared); }
-
 /// kTile rows of `columns` numbers into shared memory; zeros from row `len` on.
 template <int columns>
 __device__ void load_tile(u16* tile, const u16* from, i64 stride, int row, int len) {
@@ -31,53 +28,13 @@ __device__ void load_tile(u16* tile, const u16* from, i64 stride, int row, int l
     const int r = i / kChunks, c = i % kChunks;
     const int there = row + r < len;
     const u16* source = from + (there ? (row + r) * stride + c * 8 : 0);
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
-                     address_of(tile + r * (columns + kPad) + c * 8)),
-                 "l"(source), "r"(there ? 16 : 0));
+    copy_16_bytes(tile + r * (columns + kPad) + c * 8, source, there);
   }
 }
 
 __device__ void wait_for_tiles() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
+  wait_for_copies();
   __syncthreads();
-}
-
-__device__ void load_matrices(u32 (&r)[4], const u16* shared) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address_of(shared)));
-}
-
-__device__ void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-#if IS_BFLOAT16
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-               "{%0,%1,%2,%3};"
-#else
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-               "{%0,%1,%2,%3};"
-#endif
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ u32 pack(float low, float high) {
-  u32 both;
-#if IS_BFLOAT16
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#else
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#endif
-  return both;
-}
-
-__device__ float unpack(u16 number) {
-#if IS_BFLOAT16
-  return __uint_as_float((u32)number << 16);
-#else
-  float wide;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(number));
-  return wide;
-#endif
 }
 
 /// Of a warp's 16 rows: 16 blocks of 8 keys; a thread has two columns of each in rows g and g + 8.
@@ -130,12 +87,13 @@ __device__ float bias_at(const WeightsParams& p, const Place& place, int row, in
 /// A score of the product: -inf where it is not visible. `slope` is that of softcap.
 __device__ float score_of(const WeightsParams& p, const Place& place, float product, int row, int key, float& slope) {
   slope = 1.0f;
-  if (row >= p.query_len || key >= p.key_len || key < row + p.low || key > row + p.high) {
+  const int distance = key - row;
+  if (row >= p.query_len || key >= p.key_len || distance < p.low || distance > p.high) {
     return -kInfinity;
   }
   float score = product * p.scale;
   if (p.softcap > 0.0f) {
-    const float tanh = 1.0f - 2.0f / (__expf(2.0f * score / p.softcap) + 1.0f);
+    const float tanh = 1.0f - __fdividef(2.0f, __expf(product * p.capped_scale) + 1.0f);
     score = p.softcap * tanh;
     slope = 1.0f - tanh * tanh;
   }
@@ -145,11 +103,11 @@ __device__ float score_of(const WeightsParams& p, const Place& place, float prod
 /// Whether the band lets any row of a tile see any of its keys.
 __device__ bool meets(const WeightsParams& p, int row, int key) {
   const int last_row = min(row + kTile, p.query_len) - 1, last_key = min(key + kTile, p.key_len) - 1;
-  return last_key >= row + p.low && key <= last_row + p.high;
+  return last_key - row >= p.low && key - last_row <= p.high;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) row_sums(const WeightsParams p) {
-  extern __shared__ u16 shared[];
+KERNEL(2) row_sums(const WeightsParams p) {
+  u16* const shared = shared_memory();
   u16 *queries = shared, *keys = shared + kTile * (HEAD_DIM + kPad);
   const Place place = place_of(p, blockIdx.z);
   const int row = blockIdx.y * kTile;
@@ -274,11 +232,10 @@ __device__ void store_tile(const WeightsParams& p, u16* to, u16* stage, const Sc
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, WITH_GRADIENTS ? 1 : 2) weights(const WeightsParams p) {
-  extern __shared__ u16 shared[];
-  u16* stage = shared;
-  u16* queries = stage + kTile * (kTile + kPad);
-  u16* keys = queries + kTile * (HEAD_DIM + kPad);
+KERNEL(WITH_GRADIENTS ? 1 : 2) weights(const WeightsParams p) {
+  u16* const shared = shared_memory();
+  u16 *queries = shared, *keys = queries + kTile * (HEAD_DIM + kPad);
+  u16* const stage = shared;  // when the tiles have been multiplied
   const Place place = place_of(p, blockIdx.z);
   const int row = p.row_begin + blockIdx.y * kTile, key = blockIdx.x * kTile;
   Scores weights;
@@ -310,13 +267,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, WITH_GRADIENTS ? 1 : 2) w
 #endif
   const u64 kept = p.seed != nullptr ? kept_of(p, place, row, key) : ~0ull;
   const float factor = p.seed != nullptr ? p.kept : 1.0f;
-  float lse[2], delta[2];
+  float lse[2];
+#if WITH_GRADIENTS
+  float delta[2];
+#endif
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int at = min(row + row_of(half * 2), p.query_len - 1);
     const i64 place_of_row = ((i64)place.n * p.heads + place.h) * p.query_len + at;
     lse[half] = p.lse[place_of_row];
-    delta[half] = WITH_GRADIENTS ? p.delta[place_of_row] : 0.0f;
+#if WITH_GRADIENTS
+    delta[half] = p.delta[place_of_row];
+#endif
   }
 #pragma unroll
   for (int block = 0; block < 16; ++block) {

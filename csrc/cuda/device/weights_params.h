@@ -18,8 +18,9 @@ struct WeightsParams {
   u16 *weights, *grad_scores;  // (heads, rows, Lk) of this launch
   int heads, group, query_len, key_len;
   int first_head, row_begin, rows;  // of this launch; heads are counted over N as well
-  i64 low, high;                    // row i sees keys from i + low to i + high
+  int low, high;                    // row i sees keys from i + low to i + high
   float scale, softcap;             // softcap 0: none
+  float capped_scale;               // 2 scale / softcap
   const i64* seed;                  // null: no dropout
   u64 threshold;                    // draws from here on are kept
   float kept;                       // the factor of what is kept

@@ -1,0 +1,148 @@
+// A GPU for the kernels of csrc/cuda/device, in threads: blocks run one after the other, the 256 threads of a
+// block at once, and what a warp does together waits for its lanes. The same words as
+// csrc/cuda/device/primitives.cu.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <barrier>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <thread>
+#include <vector>
+
+namespace gpu {
+
+constexpr int kThreads = 256, kLanes = 32, kWarps = kThreads / kLanes;
+
+struct Warp {
+  std::barrier<> barrier{kLanes};
+  std::array<const void*, kLanes> addresses{};
+  std::array<std::array<uint32_t, 6>, kLanes> numbers{};
+  std::array<float, kLanes> floats{};
+};
+
+struct Block {
+  explicit Block(size_t shared_bytes) : shared(shared_bytes) {}
+
+  std::barrier<> barrier{kThreads};
+  std::array<Warp, kWarps> warps;
+  std::vector<unsigned char>
+      shared;  // as large as a launch asks for, so that a sanitizer sees what is beyond
+};
+
+struct Index {
+  int x = 0, y = 0, z = 0;
+};
+
+inline thread_local Index thread, block;
+inline thread_local Block* running = nullptr;
+
+inline Warp& warp() {
+  return running->warps[thread.x / kLanes];
+}
+inline int lane() {
+  return thread.x % kLanes;
+}
+
+/// Runs a kernel over a grid.
+inline void launch(Index grid, size_t shared_bytes, const std::function<void()>& kernel) {
+  for (int z = 0; z < grid.z; ++z) {
+    for (int y = 0; y < grid.y; ++y) {
+      for (int x = 0; x < grid.x; ++x) {
+        const auto state = std::make_unique<Block>(shared_bytes);
+        std::vector<std::thread> threads;
+        for (int t = 0; t < kThreads; ++t) {
+          threads.emplace_back([&, t] {
+            thread = {t, 0, 0};
+            block = {x, y, z};
+            running = state.get();
+            kernel();
+          });
+        }
+        for (std::thread& each : threads) {
+          each.join();
+        }
+      }
+    }
+  }
+}
+
+inline float from_half(uint16_t bits) {
+  const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+  const float size = exponent == 0    ? std::ldexp(static_cast<float>(fraction), -24)
+                     : exponent == 31 ? (fraction != 0 ? std::numeric_limits<float>::quiet_NaN()
+                                                       : std::numeric_limits<float>::infinity())
+                                      : std::ldexp(static_cast<float>(fraction + 1024), exponent - 25);
+  return (bits & 0x8000) != 0 ? -size : size;
+}
+
+inline uint16_t to_half(float number) {
+  const auto sign = static_cast<uint16_t>(std::signbit(number) ? 0x8000 : 0);
+  const float size = std::fabs(number);
+  if (std::isnan(number)) {
+    return 0x7e00;
+  }
+  if (size >= 65520.0F) {
+    return sign | 0x7c00;
+  }
+  int exponent = -13;
+  if (size > 0.0F) {
+    std::frexp(size, &exponent);
+  }
+  exponent = std::max(exponent, -13);  // of the last bit: exponent - 11
+  const auto steps = static_cast<uint32_t>(std::nearbyint(std::ldexp(size, 11 - exponent)));
+  // steps 1024 ... 2048 with the exponent; a carry goes into it by itself
+  return static_cast<uint16_t>(sign | (static_cast<uint32_t>(exponent + 13) * 1024 + steps));
+}
+
+inline float from_bfloat16(uint16_t bits) {
+  return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
+}
+
+inline uint16_t to_bfloat16(float number) {
+  const auto bits = std::bit_cast<uint32_t>(number);
+  return std::isnan(number) ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+}  // namespace gpu
+
+// The words of CUDA.
+
+#define __device__ inline
+#define KERNEL(blocks) inline void
+#define threadIdx ::gpu::thread
+#define blockIdx ::gpu::block
+#define kInfinity std::numeric_limits<float>::infinity()
+
+struct uint4 {
+  uint32_t x, y, z, w;
+};
+
+inline void __syncthreads() {
+  gpu::running->barrier.arrive_and_wait();
+}
+
+inline float __shfl_xor_sync(unsigned, float number, int other) {
+  gpu::Warp& warp = gpu::warp();
+  warp.floats[gpu::lane()] = number;
+  warp.barrier.arrive_and_wait();
+  const float result = warp.floats[gpu::lane() ^ other];
+  warp.barrier.arrive_and_wait();
+  return result;
+}
+
+inline float __expf(float x) {
+  return std::exp(x);
+}
+inline float __fdividef(float x, float y) {
+  return x / y;
+}
+
+using std::max;
+using std::min;

@@ -1,0 +1,58 @@
+// csrc/cuda/device/primitives.cu, by gpu.h; read after weights_params.h, once for each IS_BFLOAT16.
+
+inline u16* shared_memory() {
+  return reinterpret_cast<u16*>(gpu::running->shared.data());
+}
+
+inline void copy_16_bytes(u16* to, const u16* from, int there) {
+  if (there) {
+    std::memcpy(to, from, 16);
+  } else {
+    std::memset(to, 0, 16);
+  }
+}
+
+inline void wait_for_copies() {}
+
+inline float unpack(u16 number) {
+  return IS_BFLOAT16 ? gpu::from_bfloat16(number) : gpu::from_half(number);
+}
+
+inline u32 pack(float low, float high) {
+  const auto narrow = [](float x) -> u32 { return IS_BFLOAT16 ? gpu::to_bfloat16(x) : gpu::to_half(x); };
+  return narrow(low) | narrow(high) << 16;
+}
+
+inline void load_matrices(u32 (&r)[4], const u16* shared) {
+  gpu::Warp& warp = gpu::warp();
+  const int lane = gpu::lane();
+  warp.addresses[lane] = shared;
+  warp.barrier.arrive_and_wait();
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    const auto* row = static_cast<const u16*>(warp.addresses[matrix * 8 + lane / 4]);
+    r[matrix] = row[lane % 4 * 2] | static_cast<u32>(row[lane % 4 * 2 + 1]) << 16;
+  }
+  warp.barrier.arrive_and_wait();
+}
+
+/// A lane has of a the rows g and g + 8 at columns 2 t, 2 t + 1 and 8 beyond, of b the columns g at rows of
+/// these numbers, and of c rows g and g + 8 at columns 2 t and 2 t + 1, with g = lane / 4 and t = lane % 4.
+inline void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  gpu::Warp& warp = gpu::warp();
+  const int lane = gpu::lane();
+  warp.numbers[lane] = {a[0], a[1], a[2], a[3], b0, b1};
+  warp.barrier.arrive_and_wait();
+  const auto number = [&](int of, int word, int half) {
+    return unpack(static_cast<u16>(warp.numbers[of][word] >> (16 * half)));
+  };
+  for (int i = 0; i < 4; ++i) {
+    const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+    float sum = 0.0F;
+    for (int k = 0; k < 16; ++k) {
+      const int t = k % 8 / 2;
+      sum += number(row % 8 * 4 + t, row / 8 + k / 8 * 2, k % 2) * number(column * 4 + t, 4 + k / 8, k % 2);
+    }
+    c[i] += sum;
+  }
+  warp.barrier.arrive_and_wait();
+}
