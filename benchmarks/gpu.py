@@ -5,11 +5,11 @@
     python benchmarks/gpu.py --graph                               the same without the processor's share
     python benchmarks/gpu.py --sides                               what no fused kernel of PyTorch's has
 
-Calls alternate in blocks, in one process; a block is timed by events around as many calls as take `--block`
-milliseconds, so that it holds what a loop of calls takes: the GPU's time, or where that is shorter the
-processor's. With `--graph` the calls are replays of CUDA graphs, which leaves the GPU's time alone, of forward or
-of forward and backward. What counts is the median of the blocks. "best" is the fastest of F.sdpa as it chooses by
-itself and of each of its backends that takes the call.
+Calls alternate in blocks, in one process; a block is timed by events around as many calls as take
+`--block` milliseconds, so that it holds what a loop of calls takes: the GPU's time, or where that is
+shorter the processor's. With `--graph` the calls are replays of CUDA graphs, which leaves the GPU's time
+alone, of forward or of forward and backward. What counts is the median of the blocks. "best" is the
+fastest of F.sdpa as it chooses by itself and of each of its backends that takes the call.
 """
 
 import argparse
@@ -202,10 +202,8 @@ def print_row(problem: Problem, timings: dict[str, Timed]) -> float:
 
 
 def grid(cells: list[Cell], options: argparse.Namespace) -> None:
-    print(
-        f"{'cell':13} {'dtype':9} {'':3} {'path':10}{'us':>10} {'F.sdpa us':>10} {'ratio':>6} {'best us':>10} "
-        f"{'ratio':>6} {'':10}{'comp.':>8}"
-    )
+    head = f"{'cell':13} {'dtype':9} {'':3} {'path':10}{'us':>10} {'F.sdpa us':>10} {'ratio':>6}"
+    print(f"{head} {'best us':>10} {'ratio':>6} {'':10}{'comp.':>8}")
     ratios = []
     for dtype in options.dtype:
         for mode in options.mode:
@@ -213,10 +211,8 @@ def grid(cells: list[Cell], options: argparse.Namespace) -> None:
                 problem = on_gpu(make_problem(cell, mode, DTYPES[dtype]))
                 timings = alternate(contenders(problem, options.graph), options.rounds, options.block)
                 ratios.append(print_row(problem, timings))
-    below = sum(ratio < 0.98 for ratio in ratios)
-    print(
-        f"{len(ratios)} cells, {below} below 0.98 of F.sdpa, geometric mean {statistics.geometric_mean(ratios):.3f}"
-    )
+    below, mean = sum(ratio < 0.98 for ratio in ratios), statistics.geometric_mean(ratios)
+    print(f"{len(ratios)} cells, {below} below 0.98 of F.sdpa, geometric mean {mean:.3f}")
 
 
 def side_calls(problem: Problem, flex: Any) -> dict[str, dict[str, Call]]:

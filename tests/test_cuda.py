@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import attn_ext
 from attn_ext.testing import CASES, OPS, assert_gradients_accurate, assert_outputs_accurate, cases
 
 sys.path.insert(0, str(Path(__file__).parent / "tools"))

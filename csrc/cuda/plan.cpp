@@ -281,6 +281,14 @@ class Planner {
     for (const int64_t size : problem.lead) {
       scores *= size;
     }
+    const bool is_summed =
+        (args_.attn_mask.size(-1) == 1 && range.keys() > 1) ||
+        (args_.attn_mask.dim() > 1 && args_.attn_mask.size(-2) == 1 && problem.query_len > 1);
+    if (purpose_.wants_bias_grad && is_summed && is_half(problem.dtype)) {
+      return "the gradient of an attn_mask that many rows or keys share, which the fused kernels round "
+             "before it "
+             "is summed";
+    }
     if (purpose_.wants_bias_grad && scores > std::max(4 * args_.attn_mask.numel(), kMostMadeElements)) {
       return "the gradient of attn_mask, which the fused kernels make of the size of all scores";
     }
@@ -316,9 +324,15 @@ class Planner {
 
   bool view_if_it_fits(size_t batches) {
     Plan before = plan_;
-    if (view(batches) && plan_.dims.sizes()[0] <= kMostGridBlocks &&
-        (!has_mask_ || has_view(canonical_mask()))) {
-      return true;
+    if (view(batches) && plan_.dims.sizes()[0] <= kMostGridBlocks) {
+      if (!has_mask_ || has_view(canonical_mask())) {
+        return true;
+      }
+      // A mask of keys alone is small beside what is saved, also as often as there are heads.
+      if (canonical_mask().size(-2) == 1) {
+        spreads_mask_ = true;
+        return true;
+      }
     }
     plan_ = std::move(before);
     return false;
@@ -332,9 +346,16 @@ class Planner {
   at::Tensor canonical_mask() const {
     const VisibleRange& range = plan_.call.range;
     const at::Tensor mask = plan_.problem.layout.of_query_heads(args_.attn_mask, 2);
-    return mask.size(-1) == 1 || range.keys() == plan_.problem.key_len
-               ? mask
-               : mask.narrow(-1, range.key_begin, range.keys());
+    const at::Tensor narrowed = mask.size(-1) == 1 || range.keys() == plan_.problem.key_len
+                                    ? mask
+                                    : mask.narrow(-1, range.key_begin, range.keys());
+    if (!spreads_mask_) {
+      return narrowed;
+    }
+    at::DimVector sizes(plan_.problem.lead.begin(), plan_.problem.lead.end());
+    sizes.push_back(narrowed.size(-2));
+    sizes.push_back(narrowed.size(-1));
+    return narrowed.expand(sizes).contiguous();
   }
 
   /// Of a mask whose rows and keys are all there.
@@ -424,7 +445,8 @@ class Planner {
   const Purpose& purpose_;
   Plan plan_;
   bool has_mask_ = false;
-  at::Tensor visible_;  // (Lq, keys), of a band that goes into the bias
+  bool spreads_mask_ = false;  // over all heads, by a copy
+  at::Tensor visible_;         // (Lq, keys), of a band that goes into the bias
 };
 
 }  // namespace

@@ -1,6 +1,5 @@
 #include "tiles.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -8,6 +7,7 @@
 #include <algorithm>
 
 #include "device/kernels.h"
+#include "device/ops.h"
 
 namespace attn_ext::cuda {
 
@@ -89,37 +89,40 @@ class Matrices {
   int64_t key_heads_of(const Launch& launch) const { return std::max(launch.heads / group, int64_t{1}); }
 };
 
-using LseSignature = at::Tensor(const at::Tensor&, const at::Tensor&, const OptionalTensor&, double, double,
-                                int64_t, int64_t);
-using WeightsSignature = std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&,
-                                                            const OptionalTensor&, const OptionalTensor&,
-                                                            const OptionalTensor&, const OptionalTensor&,
-                                                            const at::Tensor&, const OptionalTensor&, double,
-                                                            double, double, int64_t, int64_t, int64_t,
-                                                            int64_t, int64_t, int64_t);
-
-const auto& weights_op() {
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("attn_ext::_tile_weights", "");
-  return op;
-}
+constexpr const char* kWeightsOp = "attn_ext::_tile_weights";
 
 /// (heads, rows, Lk) of the launch, and in backward the gradients of scores, before softcap.
 std::tuple<at::Tensor, at::Tensor> make_weights(const TileCall& call, const Launch& launch,
                                                 const at::Tensor& lse, const at::Tensor& grad_output,
                                                 const at::Tensor& delta) {
-  static const auto op = weights_op().typed<WeightsSignature>();
-  const bool with_grads = grad_output.defined();
-  return op.call(call.query, call.key, with_grads ? optional_of(call.value) : std::nullopt,
-                 optional_of(grad_output), optional_of(call.mask), optional_of(call.seed), lse,
-                 optional_of(delta), call.scale, call.softcap, call.dropout_p, call.low, call.high,
-                 launch.first_head, launch.heads, launch.row_begin, launch.rows);
+  static const auto op = find_op<WeightsCall, std::tuple<at::Tensor, at::Tensor>>(kWeightsOp);
+  WeightsCall weights{.query = call.query,
+                      .key = call.key,
+                      .value = grad_output.defined() ? call.value : at::Tensor(),
+                      .grad_output = grad_output,
+                      .mask = call.mask,
+                      .seed = call.seed,
+                      .lse = lse,
+                      .delta = delta,
+                      .scale = call.scale,
+                      .softcap = call.softcap,
+                      .dropout_p = call.dropout_p,
+                      .low = call.low,
+                      .high = call.high,
+                      .first_head = launch.first_head,
+                      .heads = launch.heads,
+                      .row_begin = launch.row_begin,
+                      .rows = launch.rows};
+  return call_op(op, weights.arguments());
 }
 
 }  // namespace
 
 bool has_tiles(const at::Tensor& query, int64_t head_dim, int64_t value_dim) {
   return query.is_cuda() ? has_tile_kernels({head_dim, value_dim, query.scalar_type()}, query.device())
-                         : weights_op().hasKernelForDispatchKey(c10::DispatchKey::CPU);
+                         : c10::Dispatcher::singleton()
+                               .findSchemaOrThrow(kWeightsOp, "")
+                               .hasKernelForDispatchKey(c10::DispatchKey::CPU);
 }
 
 int64_t tile_scratch_bytes(const TileCall& call) {
@@ -128,9 +131,9 @@ int64_t tile_scratch_bytes(const TileCall& call) {
 }
 
 at::Tensor tile_lse(const TileCall& call) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("attn_ext::_tile_lse", "").typed<LseSignature>();
-  return op.call(call.query, call.key, optional_of(call.mask), call.scale, call.softcap, call.low, call.high);
+  static const auto op = find_op<LseCall, at::Tensor>("attn_ext::_tile_lse");
+  LseCall sums{call.query, call.key, call.mask, call.scale, call.softcap, call.low, call.high};
+  return call_op(op, sums.arguments());
 }
 
 TileOutputs tile_forward(const TileCall& call, const at::Tensor& lse, bool wants_output, SideOutputs wanted) {

@@ -12,23 +12,29 @@
 #define IS_BFLOAT16 1
 #define WITH_GRADIENTS 1
 namespace bfloat16_with_gradients {
-#include "../../csrc/cuda/device/weights.cu"
 #include "../../csrc/cuda/device/weights_params.h"
+
 #include "gpu_primitives.h"
+
+#include "../../csrc/cuda/device/weights.cu"
 }  // namespace bfloat16_with_gradients
 #undef IS_BFLOAT16
 #define IS_BFLOAT16 0
 namespace half_with_gradients {
-#include "../../csrc/cuda/device/weights.cu"
 #include "../../csrc/cuda/device/weights_params.h"
+
 #include "gpu_primitives.h"
+
+#include "../../csrc/cuda/device/weights.cu"
 }  // namespace half_with_gradients
 #undef WITH_GRADIENTS
 #define WITH_GRADIENTS 0
 namespace half {
-#include "../../csrc/cuda/device/weights.cu"
 #include "../../csrc/cuda/device/weights_params.h"
+
 #include "gpu_primitives.h"
+
+#include "../../csrc/cuda/device/weights.cu"
 }  // namespace half
 
 namespace {

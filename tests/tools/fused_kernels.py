@@ -1,8 +1,8 @@
-"""Stand-ins for ATen's fused kernels of NVIDIA GPUs, and a CPU whose tensors go where a GPU's do.
+"""Stand-ins for the kernels of NVIDIA GPUs, and a CPU whose tensors go where a GPU's do.
 
-What they do as the kernels do: which shapes, dtypes and layouts they take, how a window is counted and where it
-is taken as open, and what lse is in a row that sees nothing. What they refuse, the kernels refuse, or answer with
-NaN.
+What they do as the kernels do: which shapes, dtypes and layouts they take, how a window is counted and
+where it is taken as open, and what lse is in a row that sees nothing. What they refuse, the kernels refuse,
+or answer with NaN.
 """
 
 import math
@@ -139,8 +139,8 @@ def efficient_forward(query, key, value, bias, cu_q, cu_k, max_q, max_k, dropout
     return out.transpose(1, 2).contiguous(), padded, none, none, rows, keys
 
 
-def efficient_backward(grad, query, key, value, bias, out, cu_q, cu_k, max_q, max_k, lse, dropout_p, seed, offset,
-                       mask_type, wants_bias, *, scale=None, num_splits_key=None, window_size=None,
+def efficient_backward(grad, query, key, value, bias, out, cu_q, cu_k, max_q, max_k, lse, dropout_p, seed,
+                       offset, mask_type, wants_bias, *, scale=None, num_splits_key=None, window_size=None,
                        shared_storage_dqdkdv=False):  # fmt: skip
     assert lse.stride(1) % 32 == 0, "LSE is not correctly aligned"
     assert window_size is None, "which the kernel does not heed"
@@ -252,8 +252,9 @@ def choice(allowed: tuple[int, ...]) -> Any:
 
 @contextmanager
 def on_gpu(*allowed: int, tiles: bool = True) -> Iterator[list[str]]:
-    """Sends calls on the CPU's tensors where those on an NVIDIA GPU go, with the backends that `allowed` names as
-    ATen prefers them; gives the names of the kernels that were called."""
+    """Sends calls on the CPU's tensors where those on an NVIDIA GPU go, with the backends that `allowed`
+    names as ATen prefers them, and with kernels of our own or without; gives the names of the kernels that
+    were called."""
     called: list[str] = []
     aten = torch.library.Library("aten", "IMPL")
     own = torch.library.Library("attn_ext", "IMPL")

@@ -23,21 +23,26 @@ namespace {
 /// neither headers nor libraries of CUDA to be built.
 struct Cuda {
   using Result = int;
-  Result (*cuModuleLoadData)(void** module, const void* image);
-  Result (*cuModuleGetFunction)(void** function, void* module, const char* name);
-  Result (*cuFuncSetAttribute)(void* function, int attribute, int value);
-  Result (*cuLaunchKernel)(void* function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
-                           unsigned shared_bytes, void* stream, void** parameters, void** extra);
-  Result (*cuDeviceGetAttribute)(int* value, int attribute, int device);
-  Result (*cuGetErrorString)(Result error, const char** text);
-  Result (*nvrtcCreateProgram)(void** program, const char* source, const char* name, int headers,
-                               const char* const* texts, const char* const* names);
-  Result (*nvrtcCompileProgram)(void* program, int count, const char* const* options);
-  Result (*nvrtcGetCUBINSize)(void* program, size_t* size);
-  Result (*nvrtcGetCUBIN)(void* program, char* cubin);
-  Result (*nvrtcGetProgramLogSize)(void* program, size_t* size);
-  Result (*nvrtcGetProgramLog)(void* program, char* log);
-  Result (*nvrtcDestroyProgram)(void** program);
+  template <class... Argument>
+  using Function = Result (*)(Argument...);
+
+  Function<void** /*module*/, const void* /*image*/> cuModuleLoadData;
+  Function<void** /*function*/, void* /*module*/, const char* /*name*/> cuModuleGetFunction;
+  Function<void* /*function*/, int /*attribute*/, int /*value*/> cuFuncSetAttribute;
+  Function<void* /*function*/, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+           unsigned /*shared bytes*/, void* /*stream*/, void** /*parameters*/, void** /*extra*/>
+      cuLaunchKernel;
+  Function<int* /*value*/, int /*attribute*/, int /*device*/> cuDeviceGetAttribute;
+  Function<Result, const char** /*text*/> cuGetErrorString;
+  Function<void** /*program*/, const char* /*source*/, const char* /*name*/, int /*headers*/,
+           const char* const*, const char* const*>
+      nvrtcCreateProgram;
+  Function<void* /*program*/, int /*count*/, const char* const* /*options*/> nvrtcCompileProgram;
+  Function<void* /*program*/, size_t*> nvrtcGetCUBINSize;
+  Function<void* /*program*/, char*> nvrtcGetCUBIN;
+  Function<void* /*program*/, size_t*> nvrtcGetProgramLogSize;
+  Function<void* /*program*/, char*> nvrtcGetProgramLog;
+  Function<void** /*program*/> nvrtcDestroyProgram;
   bool is_complete = false;
 };
 

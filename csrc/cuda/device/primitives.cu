@@ -8,7 +8,9 @@ __device__ u16* shared_memory() {
   return shared;
 }
 
-__device__ u32 address_of(const void* shared) { return (u32)__cvta_generic_to_shared(shared); }
+__device__ u32 address_of(const void* shared) {
+  return (u32)__cvta_generic_to_shared(shared);
+}
 
 /// Into shared memory, in its own time; zeros where there is nothing.
 __device__ void copy_16_bytes(u16* to, const u16* from, int there) {
@@ -16,10 +18,12 @@ __device__ void copy_16_bytes(u16* to, const u16* from, int there) {
                "r"(there ? 16 : 0));
 }
 
-__device__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ void wait_for_copies() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
 
-/// Four matrices of 8 rows of 16 bytes; lane l names row l % 8 of matrix l / 8 and gets two numbers of row l / 4 of
-/// each.
+/// Four matrices of 8 rows of 16 bytes; lane l names row l % 8 of matrix l / 8 and gets two numbers of row l
+/// / 4 of each.
 __device__ void load_matrices(u32 (&r)[4], const u16* shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -29,14 +33,16 @@ __device__ void load_matrices(u32 (&r)[4], const u16* shared) {
 /// c += a b of 16 x 16 and 16 x 8 numbers.
 __device__ void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 #if IS_BFLOAT16
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-               "{%0,%1,%2,%3};"
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
 #else
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-               "{%0,%1,%2,%3};"
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
 #endif
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 __device__ u32 pack(float low, float high) {

@@ -1,6 +1,6 @@
-// Weights and their gradients, a tile of scores at a time, on the matrix units of an NVIDIA GPU; compiled when it is
-// first needed, by the compiler that comes with PyTorch, after weights_params.h and primitives.cu. Defined from outside: HEAD_DIM and
-// VALUE_DIM, multiples of 16, IS_BFLOAT16 and WITH_GRADIENTS.
+// Weights and their gradients, a tile of scores at a time, on the matrix units of an NVIDIA GPU; compiled
+// when it is first needed, by the compiler that comes with PyTorch, after weights_params.h and primitives.cu.
+// Defined from outside: HEAD_DIM and VALUE_DIM, multiples of 16, IS_BFLOAT16 and WITH_GRADIENTS.
 //
 //   S = softcap(scale · Q Kᵀ) + bias over what is visible       P = exp(S - lse)
 //   lse = log sum_j exp S                                        (row_sums)
@@ -73,8 +73,12 @@ __device__ void product(Scores& sum, const u16* left, const u16* right) {
 }
 
 /// Row and key of element i of a block.
-__device__ int row_of(int i) { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + i / 2 * 8; }
-__device__ int key_of(int block, int i) { return block * 8 + threadIdx.x % 4 * 2 + i % 2; }
+__device__ int row_of(int i) {
+  return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + i / 2 * 8;
+}
+__device__ int key_of(int block, int i) {
+  return block * 8 + threadIdx.x % 4 * 2 + i % 2;
+}
 
 __device__ float bias_at(const WeightsParams& p, const Place& place, int row, int key) {
   const i64 at = place.n * p.bias_strides[0] + place.h * p.bias_strides[1] + row * p.bias_strides[2] +
@@ -84,19 +88,32 @@ __device__ float bias_at(const WeightsParams& p, const Place& place, int row, in
                             : ((const float*)p.bias)[at];
 }
 
+/// Whether all of a tile is there and visible, and nothing is done to its scores but by softcap.
+__device__ bool is_whole(const WeightsParams& p, int row, int key) {
+  return p.bias_kind == 0 && row + kTile <= p.query_len && key + kTile <= p.key_len &&
+         key - (row + kTile - 1) >= p.low && key + kTile - 1 - row <= p.high;
+}
+
+/// score_of, in such a tile.
+__device__ float score_of_whole(const WeightsParams& p, float product, float& slope) {
+  slope = 1.0f;
+  if (p.softcap > 0.0f) {
+    const float tanh = 1.0f - __fdividef(2.0f, __expf(product * p.capped_scale) + 1.0f);
+    slope = 1.0f - tanh * tanh;
+    return p.softcap * tanh;
+  }
+  return product * p.scale;
+}
+
 /// A score of the product: -inf where it is not visible. `slope` is that of softcap.
-__device__ float score_of(const WeightsParams& p, const Place& place, float product, int row, int key, float& slope) {
+__device__ float score_of(const WeightsParams& p, const Place& place, float product, int row, int key,
+                          float& slope) {
   slope = 1.0f;
   const int distance = key - row;
   if (row >= p.query_len || key >= p.key_len || distance < p.low || distance > p.high) {
     return -kInfinity;
   }
-  float score = product * p.scale;
-  if (p.softcap > 0.0f) {
-    const float tanh = 1.0f - __fdividef(2.0f, __expf(product * p.capped_scale) + 1.0f);
-    score = p.softcap * tanh;
-    slope = 1.0f - tanh * tanh;
-  }
+  const float score = score_of_whole(p, product, slope);
   return p.bias_kind == 0 ? score : score + bias_at(p, place, row, key);
 }
 
@@ -123,12 +140,15 @@ KERNEL(2) row_sums(const WeightsParams p) {
     wait_for_tiles();
     Scores scores;
     product<HEAD_DIM>(scores, queries, keys);
+    const bool whole = is_whole(p, row, key);
     float most[2] = {largest[0], largest[1]}, slope;
 #pragma unroll
     for (int block = 0; block < 16; ++block) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        scores[block][i] = score_of(p, place, scores[block][i], row + row_of(i), key + key_of(block, i), slope);
+        scores[block][i] =
+            whole ? score_of_whole(p, scores[block][i], slope)
+                  : score_of(p, place, scores[block][i], row + row_of(i), key + key_of(block, i), slope);
         most[i / 2] = fmaxf(most[i / 2], scores[block][i]);
       }
     }
@@ -202,7 +222,8 @@ __device__ u64 kept_of(const WeightsParams& p, const Place& place, int row, int 
 }
 
 /// A tile of numbers of half precision to where it belongs in (heads, rows, Lk) of a launch.
-__device__ void store_tile(const WeightsParams& p, u16* to, u16* stage, const Scores& numbers, int row, int key) {
+__device__ void store_tile(const WeightsParams& p, u16* to, u16* stage, const Scores& numbers, int row,
+                           int key) {
   constexpr int kPitch = kTile + kPad;
   __syncthreads();
 #pragma unroll
@@ -249,8 +270,8 @@ KERNEL(WITH_GRADIENTS ? 1 : 2) weights(const WeightsParams p) {
   }
   load_tile<HEAD_DIM>(queries, p.query + place.n * p.query_strides[0] + place.h * p.query_strides[1],
                       p.query_strides[2], row, p.query_len);
-  load_tile<HEAD_DIM>(keys, p.key + place.n * p.key_strides[0] + place.kv * p.key_strides[1], p.key_strides[2],
-                      key, p.key_len);
+  load_tile<HEAD_DIM>(keys, p.key + place.n * p.key_strides[0] + place.kv * p.key_strides[1],
+                      p.key_strides[2], key, p.key_len);
 #if WITH_GRADIENTS
   u16 *grad_rows = keys + kTile * (HEAD_DIM + kPad), *values = grad_rows + kTile * (VALUE_DIM + kPad);
   load_tile<VALUE_DIM>(
@@ -265,8 +286,6 @@ KERNEL(WITH_GRADIENTS ? 1 : 2) weights(const WeightsParams p) {
   Scores grads;
   product<VALUE_DIM>(grads, grad_rows, values);
 #endif
-  const u64 kept = p.seed != nullptr ? kept_of(p, place, row, key) : ~0ull;
-  const float factor = p.seed != nullptr ? p.kept : 1.0f;
   float lse[2];
 #if WITH_GRADIENTS
   float delta[2];
@@ -280,20 +299,37 @@ KERNEL(WITH_GRADIENTS ? 1 : 2) weights(const WeightsParams p) {
     delta[half] = p.delta[place_of_row];
 #endif
   }
+  if (p.seed == nullptr && is_whole(p, row, key)) {
 #pragma unroll
-  for (int block = 0; block < 16; ++block) {
+    for (int block = 0; block < 16; ++block) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float slope;
-      const float score =
-          score_of(p, place, weights[block][i], row + row_of(i), key + key_of(block, i), slope);
-      const bool is_seen = score != -kInfinity && lse[i / 2] != -kInfinity;
-      const float weight = is_seen ? __expf(score - lse[i / 2]) : 0.0f;
-      const float multiplier = kept >> (block * 4 + i) & 1 ? factor : 0.0f;
-      weights[block][i] = weight * multiplier;
+      for (int i = 0; i < 4; ++i) {
+        float slope;
+        const float score = score_of_whole(p, weights[block][i], slope);
+        weights[block][i] = lse[i / 2] == -kInfinity ? 0.0f : __expf(score - lse[i / 2]);
 #if WITH_GRADIENTS
-      grads[block][i] = is_seen ? weight * (grads[block][i] * multiplier - delta[i / 2]) * slope : 0.0f;
+        grads[block][i] = weights[block][i] * (grads[block][i] - delta[i / 2]) * slope;
 #endif
+      }
+    }
+  } else {
+    const u64 kept = p.seed != nullptr ? kept_of(p, place, row, key) : ~0ull;
+    const float factor = p.seed != nullptr ? p.kept : 1.0f;
+#pragma unroll
+    for (int block = 0; block < 16; ++block) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float slope;
+        const float score =
+            score_of(p, place, weights[block][i], row + row_of(i), key + key_of(block, i), slope);
+        const bool is_seen = score != -kInfinity && lse[i / 2] != -kInfinity;
+        const float weight = is_seen ? __expf(score - lse[i / 2]) : 0.0f;
+        const float multiplier = kept >> (block * 4 + i) & 1 ? factor : 0.0f;
+        weights[block][i] = weight * multiplier;
+#if WITH_GRADIENTS
+        grads[block][i] = is_seen ? weight * (grads[block][i] * multiplier - delta[i / 2]) * slope : 0.0f;
+#endif
+      }
     }
   }
   store_tile(p, p.weights, stage, weights, row, key);
