@@ -158,6 +158,21 @@ def explain(
     softcap: float,
     sinks: Tensor | None,
 ) -> dict[str, Any]: ...
+def explain_gpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    window_left: int | None,
+    window_right: int | None,
+    query_offset: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> dict[str, Any]: ...
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 def cpu_capability() -> str: ...
 def available_cpu_capabilities() -> list[str]: ...

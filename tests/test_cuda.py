@@ -7,7 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from attn_ext.testing import CASES, OPS, assert_gradients_accurate, assert_outputs_accurate, cases
+from attn_ext import reference
+from attn_ext._library import _C
+from attn_ext.testing import (
+    CASES,
+    OPS,
+    OPTIONS,
+    Case,
+    assert_gradients_accurate,
+    assert_outputs_accurate,
+    cases,
+    gradients,
+    operator,
+)
 
 sys.path.insert(0, str(Path(__file__).parent / "tools"))
 from fused_kernels import CUDNN, EFFICIENT, FLASH, on_gpu
@@ -18,8 +30,9 @@ GPUS = {
     "ampere": ((FLASH, EFFICIENT), True),
     "older": ((EFFICIENT,), False),
     "flash_alone": ((FLASH,), False),
+    "none": ((), False),
 }
-by_gpu = pytest.mark.parametrize("gpu", GPUS)
+by_gpu = pytest.mark.parametrize("gpu", [name for name in GPUS if name != "none"])
 by_case = pytest.mark.parametrize("case", CASES, ids=str)
 by_op = pytest.mark.parametrize("op", OPS)
 by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -62,3 +75,97 @@ def test_dropout_is_accurate(case, op):
         assert_outputs_accurate(op, case.build(torch.bfloat16), dropout_seed=5)
         assert_gradients_accurate(op, case.build(torch.bfloat16), dropout_seed=5)
     assert set(called) == {"_tile_lse", "_tile_weights"}
+
+
+def explain(query, key, value, **options):
+    """What `attn_ext.explain` says on an NVIDIA GPU."""
+    return _C.explain_gpu(query, key, value, *(options.get(name, OPTIONS[name]) for name in OPTIONS))
+
+
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+LONG = {"query": (1, 2, 40, 16), "key": (1, 2, 60, 16), "value": (1, 2, 60, 16)}
+GROUPED = {"query": (1, 4, 40, 16), "key": (1, 2, 60, 16), "value": (1, 2, 60, 16)}
+
+
+def case_of(options=None, shapes=LONG, **more):
+    return Case("", **shapes, options=options or {}, **more)
+
+
+#: gpu, dtype, case, and the path that its call takes.
+PATHS = [
+    ("hopper", BF16, case_of(), "cudnn"),
+    ("ampere", BF16, case_of(), "flash"),
+    ("ampere", F32, case_of(), "efficient"),
+    ("hopper", F64, case_of(), "aten"),
+    ("hopper", BF16, case_of({"is_causal": True}), "cudnn"),
+    ("hopper", BF16, case_of({"is_causal": True, "query_offset": 20}), "flash"),
+    ("hopper", BF16, case_of({"is_causal": True, "query_offset": 20, "window_left": 5}), "flash"),
+    ("hopper", F32, case_of({"is_causal": True, "query_offset": 20, "window_left": 5}), "efficient"),
+    ("hopper", F32, case_of({"window_left": 5}), "aten"),
+    ("hopper", BF16, case_of({"is_causal": True, "query_offset": -100}), "tiles"),
+    ("hopper", BF16, case_of(mask="bool", mask_shape=(40, 60)), "cudnn"),
+    ("ampere", BF16, case_of(mask="bool", mask_shape=(40, 60)), "efficient"),
+    ("hopper", BF16, case_of(mask="bias", mask_shape=(40, 60), mask_dtype=F32), "tiles"),
+    ("older", BF16, case_of(mask="bias", mask_shape=(40, 60), mask_dtype=F32), "aten"),
+    ("hopper", BF16, case_of(sinks=True), "cudnn"),
+    ("hopper", BF16, case_of({"softcap": 3.0}), "tiles"),
+    ("hopper", BF16, case_of({"dropout_p": 0.5}), "tiles"),
+    ("hopper", F32, case_of({"dropout_p": 0.5}), "aten"),
+    ("hopper", BF16, case_of({"enable_gqa": True}, GROUPED), "cudnn"),
+    ("hopper", F32, case_of({"enable_gqa": True}, GROUPED), "efficient"),
+    ("hopper", BF16, case_of({"scale": -1.0}), "tiles"),
+    ("none", BF16, case_of(), "aten"),
+]
+
+
+@pytest.mark.parametrize(("gpu", "dtype", "case", "path"), PATHS)
+def test_path(gpu, dtype, case, path):
+    arguments = case.build(dtype)
+    with gpu_of(gpu) as called:
+        explanation = arguments(explain)
+        assert called == []
+        arguments(operator("sdpa"))
+    assert explanation["path"] == path
+    kernels = {"cudnn": "cudnn", "flash": "_flash", "efficient": "_efficient", "tiles": "_tile"}
+    assert all(kernels[path] in name for name in called) if path != "aten" else called == []
+    assert explanation["reason"].startswith("the composition") == (path == "aten")
+
+
+@pytest.mark.parametrize("sides", [{}, {"sinks": True}], ids=["plain", "sinks"])
+@pytest.mark.parametrize(("dtype", "gpu"), [(BF16, "hopper"), (BF16, "flash_alone"), (F32, "older")], ids=str)
+def test_every_band(dtype, gpu, sides):
+    """Every causal mask, window and offset of few rows and keys."""
+    called = set()
+    for rows, keys in ((1, 1), (1, 4), (3, 3), (3, 5), (5, 2), (4, 3)):
+        shapes = {"query": (1, 1, rows, 8), "key": (1, 1, keys, 8), "value": (1, 1, keys, 8)}
+        for is_causal in (False, True):
+            for left in (None, 0, 2):
+                for right in (None, 0, 1):
+                    for offset in range(-rows, keys + 1):
+                        options = {
+                            "is_causal": is_causal,
+                            "window_left": left,
+                            "window_right": right,
+                            "query_offset": offset,
+                        }
+                        arguments = Case("", **shapes, options=options, **sides).build(dtype)
+                        with gpu_of(gpu) as kernels:
+                            assert_outputs_accurate("sdpa_with_lse", arguments)
+                            actual = gradients(operator("sdpa_with_lse"), arguments)
+                        called.update(kernels)
+                        wide = arguments.map(torch.Tensor.double)
+                        exact = gradients(reference.sdpa_with_lse, wide, cotangent_dtype=dtype)
+                        for name, grad in actual.items():
+                            atol = 1e-5 if dtype == F32 else 0.05
+                            assert torch.allclose(grad.double(), exact[name], rtol=0.02, atol=atol), name
+    assert called & {"_flash_attention_backward", "_efficient_attention_backward"}
+
+
+def test_layouts_need_no_copies_of_results():
+    """The efficient kernel lays heads inside of rows: heads outside are batches to it."""
+    arguments = Case("", **LONG).build(F32)
+    with gpu_of("older"):
+        output = arguments(operator("sdpa"))
+        assert output.is_contiguous()
+        for name, grad in gradients(operator("sdpa"), arguments).items():
+            assert grad.is_contiguous(), name

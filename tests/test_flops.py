@@ -29,6 +29,14 @@ def count(function) -> int:
     return counter.get_total_flops()
 
 
+def count_of_torch(*shapes) -> int:
+    """That of forward, where this torch counts such shapes: before 2.12 it knows no grouped heads."""
+    try:
+        return sdpa_flop_count(*shapes)
+    except AssertionError:
+        pytest.skip("this torch counts no such shapes")
+
+
 def make(shapes, device, requires_grad=False):
     return [torch.randn(shape, device=device, requires_grad=requires_grad) for shape in shapes]
 
@@ -37,7 +45,7 @@ def make(shapes, device, requires_grad=False):
 @pytest.mark.parametrize("op", OPS)
 def test_forward(op, shapes, device):
     inputs = make(shapes, device)
-    assert count(lambda: operator(op)(*inputs, enable_gqa=True)) == sdpa_flop_count(*shapes)
+    assert count(lambda: operator(op)(*inputs, enable_gqa=True)) == count_of_torch(*shapes)
 
 
 @by_shapes
@@ -60,7 +68,7 @@ def test_forward_and_backward(op, shapes, device):
         sum(t.sum() for t in tensors(operator(op)(*inputs, enable_gqa=True))).backward()
 
     grad_output = (*shapes[0][:-1], shapes[2][-1])
-    expected = sdpa_flop_count(*shapes) + sdpa_backward_flop_count(grad_output, *shapes)
+    expected = count_of_torch(*shapes) + sdpa_backward_flop_count(grad_output, *shapes)
     assert count(train) == expected
 
 

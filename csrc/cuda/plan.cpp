@@ -187,6 +187,13 @@ class Planner {
       }
       backend = choose();
     }
+    // Flash attention alone has most windows, and wants both head dims to be the same.
+    const bool is_window =
+        plan_.call.range.kind != BandKind::kAll && plan_.call.range.kind != BandKind::kCausal;
+    if (backend == Backend::kComposition && is_window && is_half(problem.dtype) &&
+        plan_.call.query.size(-1) != plan_.call.value.size(-1) && make_dims_equal()) {
+      backend = choose();
+    }
     if (backend == Backend::kEfficient && heads_lie_outside() && view_if_it_fits(batch_dims + 2)) {
       backend = choose();
     }
