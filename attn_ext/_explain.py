@@ -16,7 +16,7 @@ class Explanation:
     path: str
     """How the CPU kernels go: ``"whole-row"``, ``"online"``, ``"split"``, ``"few-rows"`` or
     ``"unit-rows"``; on an NVIDIA GPU which of ATen's fused kernels: ``"flash"``, ``"efficient"`` or
-    ``"cudnn"``; or ``"aten"``, the composition over ATen ops."""
+    ``"cudnn"``, or ``"tiles"``, kernels of attn_ext's; or ``"aten"``, the composition over ATen ops."""
     capability: str
     """The instruction set on the CPU, the device elsewhere."""
     block_rows: int

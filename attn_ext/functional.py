@@ -95,6 +95,13 @@ def sdpa(
         float64, float32, bfloat16 and float16, the same for query, key and value. Scores, softmax and sums
         are computed in float32 (float64 for float64).
 
+    Devices:
+        The CPU has kernels of its own. On NVIDIA GPUs a call goes to the fused kernel that
+        :func:`torch.nn.functional.scaled_dot_product_attention` would choose, to another that can take it, or
+        to kernels of attn_ext's; there NaN in what is masked may show, but not inside
+        ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``. Elsewhere ATen operators are composed.
+        :func:`attn_ext.explain` says which it is.
+
     Raises:
         RuntimeError: shapes, dtypes or devices that do not fit, ``dropout_p`` outside [0, 1], a negative
             window or softcap. The message says what was expected and what came.

@@ -54,6 +54,11 @@ inline constexpr int64_t kFar = int64_t{1} << 60;
 /// An offset or a window as a plain number, within kFar.
 int64_t clamp_distance(const c10::SymInt& distance);
 
+/// Of two bytes.
+inline bool is_half(at::ScalarType dtype) {
+  return dtype == at::kHalf || dtype == at::kBFloat16;
+}
+
 /// float32, or float64 for float64 inputs: of every sum, and of lse.
 at::ScalarType accumulation_dtype(at::ScalarType dtype);
 

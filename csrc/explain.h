@@ -1,4 +1,5 @@
-// Which way a call would take, and why, without computing anything.
+// Which way a call would take, and why, without computing it. (On a GPU its tensors are laid out as the
+// kernel would have them.)
 #pragma once
 
 #include <attn_ext/attn_ext.h>
@@ -12,7 +13,7 @@ namespace attn_ext {
 
 struct Explanation {
   // "aten", or how the kernels go: "whole-row", "online", "split", "few-rows", "unit-rows"; on an NVIDIA GPU
-  // which of ATen's: "flash", "efficient", "cudnn"
+  // which of ATen's: "flash", "efficient", "cudnn", or "tiles", our own
   std::string path;
   std::string capability;  // the instruction set, or the device's type where that is not the CPU
   int64_t block_rows;      // query rows worked on at once; on a GPU's fused kernels all

@@ -40,7 +40,7 @@ by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids
 
 def gpu_of(name: str):
     allowed, tiles = GPUS[name]
-    return on_gpu(*allowed, tiles=tiles)
+    return on_gpu(*allowed, tiles=tiles, math=name != "flash_alone")
 
 
 @by_gpu
@@ -169,3 +169,67 @@ def test_layouts_need_no_copies_of_results():
         assert output.is_contiguous()
         for name, grad in gradients(operator("sdpa"), arguments).items():
             assert grad.is_contiguous(), name
+
+
+def test_padding_beside_a_band_is_not_spread_over_heads():
+    case = Case(
+        "",
+        (2, 8, 70, 16),
+        (2, 8, 70, 16),
+        (2, 8, 70, 16),
+        mask="padding",
+        mask_shape=(2, 1, 1, 70),
+        options={"is_causal": True},
+    )
+    arguments = case.build(F32)
+    with gpu_of("older"):
+        assert arguments(explain)["packed_bytes"] <= 2 * 70 * 80 * 4
+        assert_outputs_accurate("sdpa", arguments)
+
+
+def test_padding_of_dims_copies_no_broadcast():
+    shapes = (3, 4, 40, 20), (1, 1, 60, 20), (1, 1, 60, 20)
+    arguments = Case("", *shapes).build(BF16)
+    with gpu_of("hopper"):
+        padded = (3 * 4 * 40 + 60 + 60) * 24 * 2
+        assert arguments(explain)["packed_bytes"] == padded
+        expanded = replace(arguments, key=arguments.key.expand(3, 4, 60, 20))
+        assert expanded(explain)["packed_bytes"] == padded
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_mask_of_no_dims(dtype):
+    for mask in (torch.tensor(True), torch.tensor(1.5, dtype=dtype)):
+        arguments = Case("").build(dtype)
+        arguments.options["attn_mask"] = mask
+        with gpu_of("hopper"):
+            assert_outputs_accurate("sdpa_with_lse", arguments)
+            assert_gradients_accurate("sdpa_with_lse", arguments)
+
+
+def test_gradients_of_lse_beyond_float16():
+    arguments = Case("", **LONG).build(torch.float16).leaves()
+    with gpu_of("hopper"):
+        lse = arguments(operator("sdpa_with_lse"))[1]
+        for size in (1e5, 1.0):
+            grad = torch.autograd.grad(lse, arguments.key, torch.full_like(lse, size), retain_graph=True)[0]
+            wide = arguments.map(torch.Tensor.double).leaves()
+            exact_lse = wide(reference.sdpa_with_lse)[1]
+            exact = torch.autograd.grad(exact_lse, wide.key, torch.full_like(exact_lse, size))[0]
+            assert torch.allclose(grad.double(), exact, rtol=0.02, atol=0.02 * exact.abs().max().item())
+
+
+def test_value_of_no_batch():
+    arguments = Case("", (1, 2, 5, 8), (1, 2, 7, 8), (0, 2, 7, 8)).build(BF16)
+    with gpu_of("hopper") as called:
+        assert arguments(operator("sdpa")).shape == (0, 2, 5, 8)
+    assert called == []
+
+
+def test_nan_at_a_row_that_sees_nothing_does_not_reach_the_sinks():
+    arguments = Case("", mask="dead_row", sinks=True).build(BF16).leaves()
+    with gpu_of("hopper"):
+        output = arguments(operator("sdpa"))
+        grad = torch.ones_like(output).masked_fill((output == 0).all(-1, keepdim=True), float("nan"))
+        sinks = torch.autograd.grad(output, arguments.options["sinks"], grad)[0]
+    assert grad.isnan().any() and sinks.isfinite().all()

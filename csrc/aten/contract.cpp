@@ -78,7 +78,7 @@ Dims joined(std::initializer_list<const Dims*> parts) {
 }
 
 bool is_half(const at::Tensor& tensor) {
-  return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
+  return attn_ext::is_half(tensor.scalar_type());
 }
 
 /// What the product is made of and summed in.

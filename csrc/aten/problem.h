@@ -43,8 +43,9 @@ struct Problem {
   int64_t query_len, key_len, head_dim, value_dim;
   at::ScalarType dtype;        // of query, key, value
   at::ScalarType accumulator;  // of scores, softmax and sums
-  // Of the factors of products, whose terms are exact and summed in `accumulator` either way: the dtype of
-  // accumulation, or the inputs' own where a GPU's matrix units multiply these.
+  // Of the factors of products, which are summed in `accumulator` either way: the dtype of accumulation, or
+  // the inputs' own where a GPU's matrix units multiply these; then weights and their gradients are rounded
+  // to it.
   at::ScalarType factors;
   at::ScalarType output_dtype, lse_dtype;
   double scale, softcap, dropout_p;

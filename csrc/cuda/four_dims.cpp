@@ -98,19 +98,36 @@ at::Tensor FourDims::of_key_view(const at::Tensor& result, const at::Tensor& inp
 }
 
 at::Tensor with_columns(const at::Tensor& tensor, int64_t columns, double number) {
-  at::DimVector sizes(tensor.sizes().begin(), tensor.sizes().end());
+  at::Tensor once = tensor;  // of what is broadcast
+  for (int64_t dim = 0; dim + 1 < tensor.dim(); ++dim) {
+    once = tensor.stride(dim) == 0 && tensor.size(dim) > 1 ? once.narrow(dim, 0, 1) : once;
+  }
+  at::DimVector sizes(once.sizes().begin(), once.sizes().end());
   sizes.back() = columns;
-  at::Tensor wide = at::full(sizes, number, tensor.options());
-  wide.narrow(-1, 0, tensor.size(-1)).copy_(tensor);
-  return wide;
+  const at::Tensor wide = at::full(sizes, number, tensor.options());
+  wide.narrow(-1, 0, tensor.size(-1)).copy_(once);
+  at::DimVector whole(tensor.sizes().begin(), tensor.sizes().end());
+  whole.back() = columns;
+  return wide.expand(whole);
+}
+
+at::Tensor with_row_strides(const at::Tensor& tensor) {
+  at::DimVector strides(tensor.strides().begin(), tensor.strides().end());
+  bool fits = true;
+  for (size_t dim = 0; dim + 1 < strides.size(); ++dim) {
+    if (tensor.sizes()[dim] == 1 && strides[dim] % tensor.size(-1) != 0) {
+      strides[dim] = tensor.size(-1);
+      fits = false;
+    }
+  }
+  return fits ? tensor : tensor.as_strided(tensor.sizes(), strides);
 }
 
 at::Tensor aligned(const at::Tensor& tensor, int64_t columns) {
   if (tensor.size(-1) != columns) {
     return with_columns(tensor, columns, 0.0);
   }
-  return tensor.stride(-1) == 1 && rows_are_aligned(tensor) ? tensor
-                                                            : tensor.clone(at::MemoryFormat::Contiguous);
+  return tensor.stride(-1) == 1 && rows_are_aligned(tensor) ? tensor : with_columns(tensor, columns, 0.0);
 }
 
 }  // namespace attn_ext::cuda

@@ -10,6 +10,7 @@
 #include <ATen/ops/ones.h>
 
 #include <cmath>
+#include <exception>
 #include <limits>
 
 #include "device/kernels.h"
@@ -27,13 +28,9 @@ constexpr int64_t kFewRows = 32;  // below, repeated keys cost the backward pass
 // that is larger: what one chunk of the composition holds.
 constexpr int64_t kMostMadeElements = int64_t{1} << 24;
 
-bool is_half(at::ScalarType dtype) {
-  return dtype == at::kHalf || dtype == at::kBFloat16;
-}
-
 bool holds_nothing(const SdpaArgs& args, const Problem& problem) {
   return problem.query_len == 0 || problem.key_len == 0 || problem.head_dim == 0 || problem.value_dim == 0 ||
-         args.query.numel() == 0 || args.key.numel() == 0;
+         args.query.numel() == 0 || args.key.numel() == 0 || args.value.numel() == 0;
 }
 
 /// Why the call cannot go to any of ATen's kernels; nothing if it may.
@@ -63,6 +60,9 @@ const char* why_composed(const SdpaArgs& args, const Problem& problem, const Pur
       args.attn_mask.scalar_type() != problem.dtype) {
     return "attn_mask of dtype Float beside a query of another: the fused kernels take that of the query, to "
            "which attn_mask.to(query.dtype) would round it";
+  }
+  if (purpose.takes_lse_grad && problem.dtype == at::kHalf) {
+    return "a gradient of lse beside float16, whose range it may leave";
   }
   if (holds_nothing(args, problem)) {
     return "nothing to attend to";
@@ -228,16 +228,18 @@ class Planner {
            !holds_nothing(args_, problem) && std::max(problem.head_dim, problem.value_dim) <= kTileDims &&
            heads <= kMostGridBlocks &&
            has_tiles(args_.query, rounded_up(problem.head_dim, kTileDimsStep),
-                     rounded_up(problem.value_dim, kTileDimsStep));
+                     rounded_up(problem.value_dim, kTileDimsStep), purpose_.is_backward);
   }
 
   bool view_tiles() {
     const Problem& problem = plan_.problem;
     TileCall& tiles = plan_.tiles;
     plan_.dims = {problem.layout, problem.lead, static_cast<size_t>(problem.layout.batch_dims)};
-    const auto query = plan_.dims.query_view(args_.query);
-    const auto key = plan_.dims.key_view(args_.key);
-    const auto value = plan_.dims.key_view(args_.value);
+    const int64_t dims = rounded_up(problem.head_dim, kTileDimsStep);
+    const auto query = plan_.dims.query_view(aligned(args_.query, dims));
+    const auto key = plan_.dims.key_view(aligned(args_.key, dims));
+    const auto value =
+        plan_.dims.key_view(aligned(args_.value, rounded_up(problem.value_dim, kTileDimsStep)));
     if (!query || !key || !value) {
       return false;
     }
@@ -252,10 +254,9 @@ class Planner {
       }
       tiles.mask = *whole;
     }
-    const int64_t dims = rounded_up(problem.head_dim, kTileDimsStep);
-    tiles.query = aligned(*query, dims);
-    tiles.key = aligned(*key, dims);
-    tiles.value = aligned(*value, rounded_up(problem.value_dim, kTileDimsStep));
+    tiles.query = *query;
+    tiles.key = *key;
+    tiles.value = *value;
     tiles.seed = problem.dropout_p > 0.0 ? args_.dropout_seed : at::Tensor();
     tiles.low = problem.band.low.value_or(-kFar);
     tiles.high = problem.band.high.value_or(kFar);
@@ -289,8 +290,8 @@ class Planner {
       scores *= size;
     }
     const bool is_summed =
-        (args_.attn_mask.size(-1) == 1 && range.keys() > 1) ||
-        (args_.attn_mask.dim() > 1 && args_.attn_mask.size(-2) == 1 && problem.query_len > 1);
+        ((args_.attn_mask.dim() == 0 || args_.attn_mask.size(-1) == 1) && range.keys() > 1) ||
+        ((args_.attn_mask.dim() < 2 || args_.attn_mask.size(-2) == 1) && problem.query_len > 1);
     if (purpose_.wants_bias_grad && is_summed && is_half(problem.dtype)) {
       return "the gradient of an attn_mask that many rows or keys share, which the fused kernels round "
              "before it "
@@ -311,21 +312,21 @@ class Planner {
     const auto narrowed = [&](const at::Tensor& tensor) {
       return range.keys() == problem.key_len ? tensor : tensor.narrow(-2, range.key_begin, range.keys());
     };
-    const auto query = plan_.dims.query_view(args_.query);
-    const auto key = plan_.dims.key_view(narrowed(args_.key));
-    const auto value = plan_.dims.key_view(narrowed(args_.value));
+    // Laid out anew before they are broadcast.
+    const int64_t step = is_half(problem.dtype) ? 8 : 4;
+    const int64_t dims = rounded_up(problem.head_dim, step);
+    const at::Tensor values = narrowed(args_.value);
+    const auto query = plan_.dims.query_view(aligned(args_.query, dims));
+    const auto key = plan_.dims.key_view(aligned(narrowed(args_.key), dims));
+    const auto value = plan_.dims.key_view(
+        purpose_.takes_lse_grad ? with_columns(values, rounded_up(problem.value_dim + kLseColumns, step), 1.0)
+                                : aligned(values, rounded_up(problem.value_dim, step)));
     if (!query || !key || !value) {
       return false;
     }
-    const int64_t step = is_half(problem.dtype) ? 8 : 4;
-    const int64_t dims = rounded_up(problem.head_dim, step);
-    call.query = aligned(*query, dims);
-    call.key = aligned(*key, dims);
-    if (purpose_.takes_lse_grad) {
-      call.value = with_columns(*value, rounded_up(problem.value_dim + kLseColumns, step), 1.0);
-    } else {
-      call.value = aligned(*value, rounded_up(problem.value_dim, step));
-    }
+    call.query = with_row_strides(*query);
+    call.key = with_row_strides(*key);
+    call.value = with_row_strides(*value);
     return true;
   }
 
@@ -336,7 +337,7 @@ class Planner {
         return true;
       }
       // A mask of keys alone is small beside what is saved, also as often as there are heads.
-      if (canonical_mask().size(-2) == 1) {
+      if (!visible_.defined() && canonical_mask().size(-2) == 1) {
         spreads_mask_ = true;
         return true;
       }
@@ -410,9 +411,13 @@ class Planner {
     if (has_mask_) {
       mask = call.query.detach().as_strided({1, 1}, {1, 1});
     }
-    const int64_t choice = at::_fused_sdp_choice(query, call.key, call.value, mask, /*dropout_p=*/0.0,
-                                                 call.range.kind == BandKind::kCausal, call.scale,
-                                                 /*enable_gqa=*/call.key.size(1) != call.query.size(1));
+    int64_t choice = 0;
+    try {
+      choice = at::_fused_sdp_choice(query, call.key, call.value, mask, /*dropout_p=*/0.0,
+                                     call.range.kind == BandKind::kCausal, call.scale,
+                                     /*enable_gqa=*/call.key.size(1) != call.query.size(1));
+    } catch (const std::exception&) {  // none of those that the user allows, of which `math` is not one
+    }
     const bool is_known = choice > 0 && choice <= static_cast<int64_t>(Backend::kCudnn);
     return is_known ? static_cast<Backend>(choice) : Backend::kComposition;
   }

@@ -33,7 +33,7 @@ struct Plan {
   bool is_fused() const { return backend != Backend::kComposition && backend != Backend::kTiles; }
 };
 
-/// Throws what check_args throws, and what ATen does where the user allows no kernel that could be taken.
+/// Throws what check_args throws.
 Plan make_plan(const SdpaArgs& args, const Purpose& purpose);
 
 /// The columns that the value of a plan has beside those of the call's: where an incoming gradient of lse is

@@ -1,4 +1,5 @@
-// The internal pair on NVIDIA GPUs: ATen's fused kernels wherever they can be had, else the composition.
+// The internal pair on NVIDIA GPUs: ATen's fused kernels wherever they can be had, else our own, else the
+// composition.
 //
 // A sink takes part in the softmax and has no value: with lse' = log(exp lse + exp sink), the output is that
 // without sinks times exp(lse - lse'), and every gradient follows from lse' in the place of lse.
@@ -137,7 +138,9 @@ at::Tensor joined_grads(const SdpaOutputs& grads, const Plan& plan) {
 
 /// rowsum(dO O) - dLse, (N, H, Lq) float32.
 at::Tensor delta_of(const at::Tensor& grad_output, const at::Tensor& output, const at::Tensor& grad_lse) {
-  const at::Tensor delta = (grad_output.to(at::kFloat) * output).sum(-1);
+  // What comes in at a row that sees nothing reaches nothing, NaN neither.
+  const at::Tensor delta =
+      at::where(output == 0, 0.0, grad_output.to(at::kFloat) * output).to(at::kFloat).sum(-1);
   return grad_lse.defined() ? delta - grad_lse.reshape(delta.sizes()) : delta;
 }
 

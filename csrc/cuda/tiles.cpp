@@ -118,11 +118,12 @@ std::tuple<at::Tensor, at::Tensor> make_weights(const TileCall& call, const Laun
 
 }  // namespace
 
-bool has_tiles(const at::Tensor& query, int64_t head_dim, int64_t value_dim) {
-  return query.is_cuda() ? has_tile_kernels({head_dim, value_dim, query.scalar_type()}, query.device())
-                         : c10::Dispatcher::singleton()
-                               .findSchemaOrThrow(kWeightsOp, "")
-                               .hasKernelForDispatchKey(c10::DispatchKey::CPU);
+bool has_tiles(const at::Tensor& query, int64_t head_dim, int64_t value_dim, bool with_gradients) {
+  return query.is_cuda()
+             ? has_tile_kernels({head_dim, value_dim, query.scalar_type()}, with_gradients, query.device())
+             : c10::Dispatcher::singleton()
+                   .findSchemaOrThrow(kWeightsOp, "")
+                   .hasKernelForDispatchKey(c10::DispatchKey::CPU);
 }
 
 int64_t tile_scratch_bytes(const TileCall& call) {

@@ -1,5 +1,6 @@
 // Weights a tile at a time by kernels of our own, for what ATen's fused kernels do not have: weights and key
-// mass to return, softcap, dropout. Tensors of half precision, head dims of up to kTileDims.
+// mass to return, softcap, dropout, a float mask, a scale that is not positive, a band that hides all keys.
+// Tensors of half precision, head dims of up to kTileDims.
 //
 // A launch makes the weights, and in backward the gradients of the scores, of some heads and rows; the
 // products with them are cuBLAS's.
@@ -22,7 +23,7 @@ struct TileCall {
 };
 
 /// Whether there are such kernels for tensors where the query is, of these head dims.
-bool has_tiles(const at::Tensor& query, int64_t head_dim, int64_t value_dim);
+bool has_tiles(const at::Tensor& query, int64_t head_dim, int64_t value_dim, bool with_gradients);
 
 /// (N, H, Lq) float32, without sinks.
 at::Tensor tile_lse(const TileCall& call);

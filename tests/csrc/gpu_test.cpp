@@ -62,6 +62,8 @@ const std::vector<Case> kCases{
     {"bias of float and softcap", 1, 2, 1, 60, 90, -1000000, 1000000, 3.0F, 3},
     {"dropout", 2, 3, 1, 50, 200, -1000000, 1000000, 0.0F, 0, 0.3},
     {"all dropped", 1, 1, 1, 20, 30, -1000000, 1000000, 0.0F, 0, 1.0},
+    {"far band", 1, 1, 1, 20, 30, -2147483647 - 1, 2147483647},
+    {"wide softcap", 1, 1, 1, 40, 60, -1000000, 1000000, 1e6F},
     {"a part", 2, 4, 2, 300, 130, -1000000, 1000000, 0.0F, 0, 0.0, 2, 4, 128, 128},
 };
 
@@ -227,9 +229,38 @@ void run(const Case& one, bool with_gradients, Narrow narrow, Widen widen, void 
   }
 }
 
+/// A row of NaN is no row that sees nothing.
+void expect_nan() {
+  std::vector<uint16_t> numbers(4 * kHeadDim, gpu::to_half(1.0F)), made(4);
+  std::fill(numbers.begin(), numbers.begin() + kHeadDim, gpu::to_half(std::nanf("")));
+  std::vector<float> lse(2);
+  half::WeightsParams p{};
+  p.query = numbers.data();
+  p.key = numbers.data() + 2 * kHeadDim;
+  p.query_strides[2] = p.key_strides[2] = kHeadDim;
+  p.lse = p.row_sums = lse.data();
+  p.weights = made.data();
+  p.heads = p.group = 1;
+  p.query_len = p.key_len = p.rows = 2;
+  p.low = -2;
+  p.high = 2;
+  p.scale = 1.0F;
+  constexpr size_t kBytes = 128 * 136 * 2;
+  gpu::launch({1, 1, 1}, kBytes, [&] { half::row_sums(p); });
+  gpu::launch({1, 1, 1}, kBytes, [&] { half::weights(p); });
+  const bool shows = std::isnan(lse[0]) && std::isnan(gpu::from_half(made[0])) && std::isfinite(lse[1]) &&
+                     gpu::from_half(made[2]) == 0.5F;
+  if (!shows) {
+    ++failures;
+    std::printf("NaN: lse %g %g, weights %g %g\n", lse[0], lse[1], gpu::from_half(made[0]),
+                gpu::from_half(made[2]));
+  }
+}
+
 }  // namespace
 
 int main() {
+  expect_nan();
   for (const Case& one : kCases) {
     run<bfloat16_with_gradients::WeightsParams>(one, true, gpu::to_bfloat16, gpu::from_bfloat16,
                                                 bfloat16_with_gradients::row_sums,

@@ -228,7 +228,7 @@ def tile_weights(query, key, value, grad_output, mask, seed, lse, delta, scale, 
     return applied, of_launch(d_scores)
 
 
-def choice(allowed: tuple[int, ...]) -> Any:
+def choice(allowed: tuple[int, ...], math_is_allowed: bool) -> Any:
     """`_fused_sdp_choice`, of what is allowed the first that takes the tensors."""
 
     def chosen(query, key, value, mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
@@ -245,13 +245,16 @@ def choice(allowed: tuple[int, ...]) -> Any:
             and query.dtype != torch.float64
             and not grouped,
         }
-        return next((backend for backend in allowed if takes[backend]), 0)
+        found = next((backend for backend in allowed if takes[backend]), 0)
+        if not found and not math_is_allowed:
+            raise RuntimeError("No available kernel. Aborting execution.")
+        return found
 
     return chosen
 
 
 @contextmanager
-def on_gpu(*allowed: int, tiles: bool = True) -> Iterator[list[str]]:
+def on_gpu(*allowed: int, tiles: bool = True, math: bool = True) -> Iterator[list[str]]:
     """Sends calls on the CPU's tensors where those on an NVIDIA GPU go, with the backends that `allowed`
     names as ATen prefers them, and with kernels of our own or without; gives the names of the kernels that
     were called."""
@@ -259,7 +262,7 @@ def on_gpu(*allowed: int, tiles: bool = True) -> Iterator[list[str]]:
     aten = torch.library.Library("aten", "IMPL")
     own = torch.library.Library("attn_ext", "IMPL")
     kernels = {
-        "_fused_sdp_choice": choice(allowed),
+        "_fused_sdp_choice": choice(allowed, math),
         "_flash_attention_forward": flash_forward,
         "_flash_attention_backward": flash_backward,
         "_efficient_attention_forward": efficient_forward,

@@ -26,6 +26,9 @@ struct Cuda {
   template <class... Argument>
   using Function = Result (*)(Argument...);
 
+  Function<void** /*context*/> cuCtxGetCurrent;
+  Function<void* /*context*/> cuCtxSetCurrent;
+  Function<void** /*context*/, int /*device*/> cuDevicePrimaryCtxRetain;
   Function<void** /*module*/, const void* /*image*/> cuModuleLoadData;
   Function<void** /*function*/, void* /*module*/, const char* /*name*/> cuModuleGetFunction;
   Function<void* /*function*/, int /*attribute*/, int /*value*/> cuFuncSetAttribute;
@@ -43,6 +46,8 @@ struct Cuda {
   Function<void* /*program*/, size_t*> nvrtcGetProgramLogSize;
   Function<void* /*program*/, char*> nvrtcGetProgramLog;
   Function<void** /*program*/> nvrtcDestroyProgram;
+  Function<int*> nvrtcGetNumSupportedArchs;
+  Function<int*> nvrtcGetSupportedArchs;
   bool is_complete = false;
 };
 
@@ -74,6 +79,11 @@ Cuda open_cuda() {
     all = all && function != nullptr;
   };
 #define ATTN_EXT_FIND(name) find(cuda.name, #name)
+  ATTN_EXT_FIND(cuCtxGetCurrent);
+  ATTN_EXT_FIND(cuCtxSetCurrent);
+  ATTN_EXT_FIND(cuDevicePrimaryCtxRetain);
+  ATTN_EXT_FIND(nvrtcGetNumSupportedArchs);
+  ATTN_EXT_FIND(nvrtcGetSupportedArchs);
   ATTN_EXT_FIND(cuModuleLoadData);
   ATTN_EXT_FIND(cuModuleGetFunction);
   ATTN_EXT_FIND(cuFuncSetAttribute);
@@ -111,10 +121,34 @@ int attribute_of(c10::Device device, int attribute) {
   return value;
 }
 
+/// As in sm_90.
+int capability_of(c10::Device device) {
+  return 10 * attribute_of(device, kMajor) + attribute_of(device, kMinor);
+}
+
+/// Those that the compiler knows.
+std::vector<int> known_capabilities() {
+  int count = 0;
+  if (cuda().nvrtcGetNumSupportedArchs(&count) != 0) {
+    return {};
+  }
+  std::vector<int> known(static_cast<size_t>(count));
+  return cuda().nvrtcGetSupportedArchs(known.data()) == 0 ? known : std::vector<int>();
+}
+
+/// A thread that has done nothing on the device yet has no context of it.
+void enter_context(c10::Device device) {
+  void* context = nullptr;
+  check(cuda().cuCtxGetCurrent(&context));
+  if (context == nullptr) {
+    check(cuda().cuDevicePrimaryCtxRetain(&context, device.index()));
+    check(cuda().cuCtxSetCurrent(context));
+  }
+}
+
 std::vector<char> compile(const TileDims& dims, bool with_gradients, c10::Device device) {
   const std::vector<std::string> options{
-      "--gpu-architecture=sm_" + std::to_string(attribute_of(device, kMajor)) +
-          std::to_string(attribute_of(device, kMinor)),
+      "--gpu-architecture=sm_" + std::to_string(capability_of(device)),
       "--std=c++17",
       "--device-as-default-execution-space",
       "-DHEAD_DIM=" + std::to_string(dims.head_dim),
@@ -201,14 +235,20 @@ int64_t tiles(int64_t length, int64_t tile) {
 
 }  // namespace
 
-bool has_tile_kernels(const TileDims& dims, c10::Device device) {
-  constexpr int kFirstMajor = 8;  // with mma of bfloat16 and asynchronous copies
-  return device.is_cuda() && cuda().is_complete && attribute_of(device, kMajor) >= kFirstMajor &&
-         static_cast<size_t>(attribute_of(device, kMostSharedBytes)) >= weights_bytes(dims, true);
+bool has_tile_kernels(const TileDims& dims, bool with_gradients, c10::Device device) {
+  constexpr int kFirst = 80;  // with mma of bfloat16 and asynchronous copies
+  if (!device.is_cuda() || !cuda().is_complete) {
+    return false;
+  }
+  static const std::vector<int> known = known_capabilities();
+  const int capability = capability_of(device);
+  return capability >= kFirst && std::find(known.begin(), known.end(), capability) != known.end() &&
+         static_cast<size_t>(attribute_of(device, kMostSharedBytes)) >= weights_bytes(dims, with_gradients);
 }
 
 void launch_row_sums(const WeightsParams& params, const TileDims& dims, int64_t heads, c10::Device device) {
   const c10::DeviceGuard guard(device);
+  enter_context(device);
   const Functions& functions = functions_of(dims, /*with_gradients=*/false, device);
   launch(functions.row_sums, functions.row_sums_bytes, 1, tiles(params.query_len, kTileRows), heads, params,
          device);
@@ -216,6 +256,7 @@ void launch_row_sums(const WeightsParams& params, const TileDims& dims, int64_t 
 
 void launch_weights(const WeightsParams& params, const TileDims& dims, int64_t heads, c10::Device device) {
   const c10::DeviceGuard guard(device);
+  enter_context(device);
   const Functions& functions = functions_of(dims, params.delta != nullptr, device);
   launch(functions.weights, functions.weights_bytes, tiles(params.key_len, kTileKeys),
          tiles(params.rows, kTileRows), heads, params, device);

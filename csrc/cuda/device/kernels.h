@@ -1,5 +1,6 @@
-// The kernels of weights.cu: compiled when they are first needed, once for each device and pair of head dims,
-// by the compiler that PyTorch brings for its own (NVRTC), and launched on its current stream.
+// The kernels of weights.cu: compiled when they are first needed, once for each device, dtype and pair of
+// head dims, with gradients and without, by the compiler that PyTorch brings for its own (NVRTC), and
+// launched on its current stream.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -22,7 +23,7 @@ struct TileDims {
 };
 
 /// Whether the device has the matrix units and the memory, and PyTorch the compiler.
-bool has_tile_kernels(const TileDims& dims, c10::Device device);
+bool has_tile_kernels(const TileDims& dims, bool with_gradients, c10::Device device);
 
 /// lse of `heads` heads, over N as well, into `row_sums`.
 void launch_row_sums(const WeightsParams& params, const TileDims& dims, int64_t heads, c10::Device device);

@@ -44,8 +44,8 @@ WeightsParams params_of(const Call& call) {
   params.query_len = static_cast<int>(call.query.size(2));
   params.key_len = static_cast<int>(call.key.size(2));
   constexpr int64_t kFarthest = int64_t{1} << 31;  // from each other, of any row and key
-  params.low = static_cast<int>(std::max(call.low, -kFarthest));
-  params.high = static_cast<int>(std::min(call.high, kFarthest - 1));
+  params.low = static_cast<int>(std::clamp(call.low, -kFarthest, kFarthest - 1));
+  params.high = static_cast<int>(std::clamp(call.high, -kFarthest, kFarthest - 1));
   params.scale = static_cast<float>(call.scale);
   params.softcap = static_cast<float>(call.softcap);
   params.capped_scale = call.softcap > 0.0 ? static_cast<float>(2.0 * call.scale / call.softcap) : 0.0F;

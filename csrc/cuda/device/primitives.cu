@@ -4,7 +4,7 @@
 #define KERNEL(blocks) extern "C" __global__ void __launch_bounds__(256, blocks)
 
 __device__ u16* shared_memory() {
-  extern __shared__ u16 shared[];
+  extern __shared__ __align__(16) u16 shared[];
   return shared;
 }
 

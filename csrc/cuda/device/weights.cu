@@ -98,7 +98,9 @@ __device__ bool is_whole(const WeightsParams& p, int row, int key) {
 __device__ float score_of_whole(const WeightsParams& p, float product, float& slope) {
   slope = 1.0f;
   if (p.softcap > 0.0f) {
-    const float tanh = 1.0f - __fdividef(2.0f, __expf(product * p.capped_scale) + 1.0f);
+    const float twice = product * p.capped_scale, x = 0.5f * twice, square = x * x;
+    const float tanh = fabsf(x) < 0.1f ? x * (1.0f + square * (square * (2.0f / 15.0f) - 1.0f / 3.0f))
+                                       : 1.0f - __fdividef(2.0f, __expf(twice) + 1.0f);
     slope = 1.0f - tanh * tanh;
     return p.softcap * tanh;
   }
@@ -163,23 +165,26 @@ KERNEL(2) row_sums(const WeightsParams p) {
     for (int block = 0; block < 16; ++block) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        sum[i / 2] += largest[i / 2] == -kInfinity ? 0.0f : __expf(scores[block][i] - largest[i / 2]);
+        // A NaN, which is not the largest of anything, shows in the sum.
+        const float from = largest[i / 2] == -kInfinity ? 0.0f : largest[i / 2];
+        sum[i / 2] += scores[block][i] == -kInfinity ? 0.0f : __expf(scores[block][i] - from);
       }
     }
     __syncthreads();
   }
+  wait_for_copies();
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float most = largest[half];
     most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
     most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-    float total = most == -kInfinity ? 0.0f : sum[half] * __expf(largest[half] - most);
+    float total = most == -kInfinity ? sum[half] : sum[half] * __expf(largest[half] - most);
     total += __shfl_xor_sync(0xffffffffu, total, 1);
     total += __shfl_xor_sync(0xffffffffu, total, 2);
     const int at = row + row_of(half * 2);
     if (threadIdx.x % 4 == 0 && at < p.query_len) {
       p.row_sums[((i64)place.n * p.heads + place.h) * p.query_len + at] =
-          most == -kInfinity ? -kInfinity : most + logf(total);
+          most == kInfinity ? most : (most == -kInfinity ? 0.0f : most) + logf(total);
     }
   }
 }
