@@ -1,5 +1,6 @@
 #include "problem.h"
 
+#include <ATen/Context.h>
 #include <ATen/TensorOperators.h>
 
 #include <algorithm>
@@ -99,7 +100,7 @@ Problem describe(const SdpaArgs& args, Seed seed) {
 
 Problem make_problem(const SdpaArgs& args, bool for_derivatives) {
   Problem problem = describe(args);
-  if (args.query.is_cuda() && !for_derivatives) {
+  if (args.query.is_cuda() && !at::globalContext().hasROCM() && !for_derivatives) {
     problem.factors = problem.dtype;
   }
   const Layout& layout = problem.layout;

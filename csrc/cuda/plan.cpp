@@ -35,6 +35,9 @@ bool holds_nothing(const SdpaArgs& args, const Problem& problem) {
 
 /// Why the call cannot go to any of ATen's kernels; nothing if it may.
 const char* why_composed(const SdpaArgs& args, const Problem& problem, const Purpose& purpose) {
+  if (at::globalContext().hasROCM()) {
+    return "an AMD GPU, on which none of the kernels was tried";
+  }
   if (args.sequences.defined()) {
     return "packed sequences";
   }
