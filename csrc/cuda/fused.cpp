@@ -106,7 +106,7 @@ FusedOutputs efficient_forward(const FusedCall& call) {
 FusedGrads efficient_backward(const FusedCall& call, const at::Tensor& grad_output, const FusedOutputs& rows,
                               bool wants_bias_grad) {
   const EfficientMask mask = *efficient_mask(call.range, call.query_len(), /*is_backward=*/true);
-  const int64_t len = call.query_len(), aligned = (len + kLseAlignment - 1) / kLseAlignment * kLseAlignment;
+  const int64_t len = call.query_len(), aligned = rounded_up(len, kLseAlignment);
   // The kernel takes the rows of the output to lie as those that the forward kernel gives.
   const at::Tensor output = swapped(rows.output).contiguous();
   // exp(score - inf) is 0 where exp(-inf + inf) is not.

@@ -1,18 +1,14 @@
 #include "plan.h"
 
 #include <ATen/Context.h>
-#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_fused_sdp_choice.h>
-#include <ATen/ops/amax.h>
-#include <ATen/ops/arange.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/ones.h>
 
 #include <cmath>
 #include <exception>
 #include <limits>
 
+#include "bias.h"
 #include "device/kernels.h"
 
 namespace attn_ext::cuda {
@@ -20,7 +16,6 @@ namespace attn_ext::cuda {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr int64_t kBiasAlignment = 16;      // elements between the rows of a bias
 constexpr int64_t kMostGridBlocks = 65535;  // in the dims of a grid that count N and H
 constexpr int64_t kFlashDims = 256;
 constexpr int64_t kFewRows = 32;  // below, repeated keys cost the backward pass more than many small launches
@@ -71,65 +66,6 @@ const char* why_composed(const SdpaArgs& args, const Problem& problem, const Pur
     return "nothing to attend to";
   }
   return nullptr;
-}
-
-int64_t rounded_up(int64_t number, int64_t to) {
-  return (number + to - 1) / to * to;
-}
-
-/// (Lq, keys), True where the band lets through.
-at::Tensor visible_by(const VisibleRange& range, int64_t query_len, const at::TensorOptions& options) {
-  const auto numbers = options.dtype(at::kLong);
-  const at::Tensor rows = at::arange(query_len, numbers).unsqueeze(-1),
-                   keys = at::arange(range.keys(), numbers);
-  const at::Tensor visible = range.band.high ? keys.le(rows + *range.band.high)
-                                             : at::ones({query_len, range.keys()}, options.dtype(at::kBool));
-  return range.band.low ? visible.logical_and(keys.ge(rows + *range.band.low)) : visible;
-}
-
-/// (lead or 1, Lq or 1, keys): a mask of the range's keys, in the query's dtype with -inf where it hides, and
-/// rows kBiasAlignment apart.
-at::Tensor make_bias(const at::Tensor& mask, const at::Tensor& visible, at::ScalarType dtype, int64_t keys,
-                     bool wants_alignment) {
-  const bool is_bool = mask.scalar_type() == at::kBool;
-  at::DimVector sizes(mask.sizes().begin(), mask.sizes().end());
-  sizes.back() = keys;
-  if (visible.defined()) {
-    sizes[sizes.size() - 2] = visible.size(-2);
-  }
-  if (!is_bool && !visible.defined() && mask.size(-1) == keys && mask.stride(-1) == 1) {
-    if (!wants_alignment) {
-      return mask;
-    }
-    const auto alignment = kBiasAlignment * static_cast<int64_t>(mask.element_size());
-    bool fits = reinterpret_cast<uintptr_t>(mask.storage().data()) % 16 == 0 &&
-                mask.storage_offset() % kBiasAlignment == 0;
-    for (int64_t dim = 0; dim + 1 < mask.dim(); ++dim) {
-      const int64_t stride = mask.size(dim) > 1 ? mask.stride(dim) : 0;
-      fits = fits && stride * static_cast<int64_t>(mask.element_size()) % alignment == 0;
-    }
-    if (fits) {
-      return mask;
-    }
-  }
-  at::DimVector padded = sizes;
-  padded.back() = rounded_up(keys, kBiasAlignment);
-  const at::Tensor bias =
-      at::full(padded, is_bool ? -kInfinity : 0.0, mask.options().dtype(dtype)).narrow(-1, 0, keys);
-  if (is_bool) {
-    bias.masked_fill_(visible.defined() ? mask.logical_and(visible) : mask, 0.0);
-  } else {
-    bias.copy_(mask);
-    if (visible.defined()) {
-      bias.masked_fill_(visible.logical_not(), -kInfinity);
-    }
-  }
-  return bias;
-}
-
-/// (lead or 1, Lq or 1), True in rows that a mask leaves something.
-at::Tensor rows_that_see(const at::Tensor& bias) {
-  return at::amax(bias, -1) != -kInfinity;
 }
 
 /// What makes a plan, step by step.

@@ -74,4 +74,8 @@ struct RouteRequest {
 /// (`kind` is kCausal), is `choice`. `flash_is_enabled`: as the user has it.
 Backend route(const RouteRequest& request, Backend choice, bool flash_is_enabled, bool efficient_is_enabled);
 
+inline int64_t rounded_up(int64_t number, int64_t to) {
+  return (number + to - 1) / to * to;
+}
+
 }  // namespace attn_ext::cuda
