@@ -6,20 +6,17 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 
-#include <limits>
-
 namespace attn_ext::cuda {
 
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr int64_t kAlignment = 16;  // elements between the rows of a bias
+constexpr int64_t kBiasAlignment = 16;  // elements between the rows of a bias
 
 /// Whether rows begin at multiples of so many elements.
-bool rows_are_aligned(const at::Tensor& mask) {
-  const auto bytes = kAlignment * static_cast<int64_t>(mask.element_size());
-  bool fits =
-      reinterpret_cast<uintptr_t>(mask.storage().data()) % 16 == 0 && mask.storage_offset() % kAlignment == 0;
+bool bias_rows_are_aligned(const at::Tensor& mask) {
+  const auto bytes = kBiasAlignment * static_cast<int64_t>(mask.element_size());
+  bool fits = reinterpret_cast<uintptr_t>(mask.storage().data()) % 16 == 0 &&
+              mask.storage_offset() % kBiasAlignment == 0;
   for (int64_t dim = 0; dim + 1 < mask.dim(); ++dim) {
     const int64_t stride = mask.size(dim) > 1 ? mask.stride(dim) : 0;
     fits = fits && stride * static_cast<int64_t>(mask.element_size()) % bytes == 0;
@@ -47,11 +44,11 @@ at::Tensor make_bias(const at::Tensor& mask, const at::Tensor& visible, at::Scal
     sizes[sizes.size() - 2] = visible.size(-2);
   }
   const bool is_bias = !is_bool && !visible.defined() && mask.size(-1) == keys && mask.stride(-1) == 1;
-  if (is_bias && (!wants_alignment || rows_are_aligned(mask))) {
+  if (is_bias && (!wants_alignment || bias_rows_are_aligned(mask))) {
     return mask;
   }
   at::DimVector padded = sizes;
-  padded.back() = rounded_up(keys, kAlignment);
+  padded.back() = rounded_up(keys, kBiasAlignment);
   const at::Tensor bias =
       at::full(padded, is_bool ? -kInfinity : 0.0, mask.options().dtype(dtype)).narrow(-1, 0, keys);
   if (is_bool) {

@@ -12,13 +12,9 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/where.h>
 
-#include <limits>
-
 namespace attn_ext::cuda {
 
 namespace {
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 /// (N, H, rows, features) <-> (N, rows, H, features), as flash attention and the efficient kernel count dims.
 at::Tensor swapped(const at::Tensor& tensor) {

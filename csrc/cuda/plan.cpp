@@ -6,7 +6,6 @@
 
 #include <cmath>
 #include <exception>
-#include <limits>
 
 #include "bias.h"
 #include "device/kernels.h"
@@ -15,7 +14,6 @@ namespace attn_ext::cuda {
 
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr int64_t kMostGridBlocks = 65535;  // in the dims of a grid that count N and H
 constexpr int64_t kFlashDims = 256;
 constexpr int64_t kFewRows = 32;  // below, repeated keys cost the backward pass more than many small launches

@@ -8,12 +8,15 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <string>
 
 #include "../aten/problem.h"
 
 namespace attn_ext::cuda {
+
+inline constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 /// With the numbers of at::SDPBackend; the composition stands in for its `math`. Tiles are our own (tiles.h).
 enum class Backend : int64_t { kComposition = 0, kFlash = 1, kEfficient = 2, kCudnn = 3, kTiles = -1 };

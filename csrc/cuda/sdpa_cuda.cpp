@@ -17,8 +17,6 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
-#include <limits>
-
 #include "../aten/sdpa_aten.h"
 #include "plan.h"
 #include "sdpa_cuda.h"
@@ -26,8 +24,6 @@
 namespace attn_ext::cuda {
 
 namespace {
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 at::Tensor of_shape(const at::Tensor& tensor, at::IntArrayRef shape) {
   return tensor.sizes() == shape ? tensor : tensor.reshape(shape);
