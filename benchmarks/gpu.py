@@ -28,6 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attn_ext
 from attn_ext.benchmark.cells import DTYPES, GRID, OUTSIDE, Cell, Problem, Shape, make_problem
+from attn_ext.benchmark.peers import CONTENDERS, OURS, explain
 
 Call = Callable[[], Any]
 
@@ -55,32 +56,6 @@ def timed(problem: Problem, attend: Call) -> Call:
     output = attend()
     inputs = problem.differentiable()
     return lambda: torch.autograd.grad(output, inputs, problem.grad_output, retain_graph=True)
-
-
-def ours(problem: Problem) -> Call:
-    cell = problem.cell
-    return lambda: attn_ext.sdpa(
-        problem.query,
-        problem.key,
-        problem.value,
-        problem.attn_mask,
-        is_causal=cell.is_causal,
-        query_offset=cell.query_offset,
-        window_left=cell.window_left,
-        enable_gqa=problem.grouped,
-    )
-
-
-def f_sdpa(problem: Problem) -> Call:
-    cell, mask = problem.cell, problem.attn_mask
-    square = cell.shape.query_length == cell.shape.key_length
-    causal = cell.is_causal and square and cell.window_left is None
-    if cell.is_causal and not causal:
-        mask = problem.visible()
-        mask = None if mask is None else mask.cuda()
-    return lambda: F.scaled_dot_product_attention(
-        problem.query, problem.key, problem.value, mask, is_causal=causal, enable_gqa=problem.grouped
-    )
 
 
 class Timed:
@@ -136,13 +111,7 @@ def run_under(context: Callable[[], Any], call: Call) -> Call:
     return run
 
 
-def graphed(problem: Problem, attend: Call) -> Call:
-    def step() -> Any:
-        output = attend()
-        if problem.mode == "fwd":
-            return output
-        return torch.autograd.grad(output, problem.differentiable(), problem.grad_output)
-
+def graphed(step: Call) -> Call:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -157,17 +126,19 @@ def graphed(problem: Problem, attend: Call) -> Call:
 def contenders(problem: Problem, graph: bool) -> dict[str, Call]:
     """Backward goes by what forward has chosen."""
     calls: dict[str, Call] = {}
+    ours, f_sdpa = (next(c for c in CONTENDERS if c.name == name) for name in (OURS, "F.sdpa"))
     if graph:
-        return {"ours": graphed(problem, ours(problem)), "F.sdpa": graphed(problem, f_sdpa(problem))}
-    for name, attend, context in (
-        ("ours", ours(problem), nullcontext),
-        ("F.sdpa", f_sdpa(problem), nullcontext),
-        *((name, f_sdpa(problem), partial(sdpa_kernel, [backend])) for name, backend in BACKENDS.items()),
-        ("composition", ours(problem), partial(sdpa_kernel, [SDPBackend.MATH])),
+        step = replace(problem, mode="fwdbwd" if problem.mode == "bwd" else "fwd")
+        return {"ours": graphed(ours.prepare(step, 1)), "F.sdpa": graphed(f_sdpa.prepare(step, 1))}
+    for name, contender, context in (
+        ("ours", ours, nullcontext),
+        ("F.sdpa", f_sdpa, nullcontext),
+        *((name, f_sdpa, partial(sdpa_kernel, [backend])) for name, backend in BACKENDS.items()),
+        ("composition", ours, partial(sdpa_kernel, [SDPBackend.MATH])),
     ):
         try:
             with context():
-                call = timed(problem, attend)
+                call = contender.prepare(problem, 1)
         except RuntimeError:
             continue
         # Entering a context takes as long as a short call.
@@ -180,16 +151,7 @@ def print_row(problem: Problem, timings: dict[str, Timed]) -> float:
     best = min((t.microseconds, name) for name, t in timings.items() if name not in ("ours", "composition"))
     us = timings["ours"].microseconds
     with torch.no_grad():
-        path = attn_ext.explain(
-            problem.query,
-            problem.key,
-            problem.value,
-            problem.attn_mask,
-            is_causal=problem.cell.is_causal,
-            query_offset=problem.cell.query_offset,
-            window_left=problem.cell.window_left,
-            enable_gqa=problem.grouped,
-        ).path
+        path = explain(problem).path
     ratio = timings["F.sdpa"].microseconds / us
     print(
         f"{problem.cell.name:13} {str(problem.dtype)[6:]:9} {problem.mode:3} {path:10}"

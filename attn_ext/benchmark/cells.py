@@ -176,6 +176,7 @@ class Problem:
             is_causal=True,
             window_left=cell.window_left,
             query_offset=cell.query_offset,
+            device=self.query.device,
         )
         return visible if mask is None else visible & mask
 

@@ -3,9 +3,7 @@
 #include <ATen/ExpandUtils.h>
 #include <ATen/TensorUtils.h>
 #include <ATen/ops/full.h>
-
-#include <functional>
-#include <numeric>
+#include <c10/util/accumulate.h>
 
 namespace attn_ext::cuda {
 
@@ -14,8 +12,7 @@ namespace {
 constexpr int64_t kAlignment = 16;  // bytes that a kernel loads at once
 
 int64_t product(const Dims& sizes, size_t begin, size_t end) {
-  return std::accumulate(sizes.begin() + static_cast<int64_t>(begin),
-                         sizes.begin() + static_cast<int64_t>(end), int64_t{1}, std::multiplies<>());
+  return c10::multiply_integers(sizes.begin() + begin, sizes.begin() + end);
 }
 
 Dims with_tail_of(const Dims& lead, const at::Tensor& tensor) {

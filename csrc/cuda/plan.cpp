@@ -3,6 +3,7 @@
 #include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_fused_sdp_choice.h>
+#include <c10/util/accumulate.h>
 
 #include <cmath>
 #include <exception>
@@ -156,14 +157,10 @@ class Planner {
     const bool is_part = args_.sequences.defined() || args_.unrounded || purpose_.has_delta ||
                          args_.dropout_origin.has_value() || args_.first_batch != 0 || args_.batch_step != 1;
     const bool is_drawn_once = problem.dropout_p == 0.0 || args_.dropout_seed.dim() == 0;
-    int64_t heads = 1;
-    for (const int64_t size : problem.lead) {
-      heads *= size;
-    }
     return is_wanted && !is_part && is_drawn_once && is_half(problem.dtype) &&
            !purpose_.takes_grads_of_sides && !purpose_.wants_bias_grad && std::isfinite(problem.scale) &&
            !holds_nothing(args_, problem) && std::max(problem.head_dim, problem.value_dim) <= kTileDims &&
-           heads <= kMostGridBlocks &&
+           c10::multiply_integers(problem.lead) <= kMostGridBlocks &&
            has_tiles(args_.query, rounded_up(problem.head_dim, kTileDimsStep),
                      rounded_up(problem.value_dim, kTileDimsStep), purpose_.is_backward);
   }
@@ -182,10 +179,7 @@ class Planner {
     }
     if (args_.attn_mask.defined()) {
       const at::Tensor mask = problem.layout.of_query_heads(args_.attn_mask, 2);
-      at::DimVector sizes(mask.sizes().begin(), mask.sizes().end());
-      sizes[sizes.size() - 2] = problem.query_len;
-      sizes.back() = problem.key_len;
-      const auto whole = plan_.dims.view(mask.expand(sizes));
+      const auto whole = plan_.dims.view(mask.expand(mask_sizes(mask, problem.key_len)));
       if (!whole) {
         return false;
       }
@@ -222,17 +216,13 @@ class Planner {
       range.first_seeing_row = 0;
       range.end_of_seeing_rows = problem.query_len;
     }
-    int64_t scores = problem.query_len * range.keys();
-    for (const int64_t size : problem.lead) {
-      scores *= size;
-    }
+    const int64_t scores = c10::multiply_integers(problem.lead) * problem.query_len * range.keys();
     const bool is_summed =
         ((args_.attn_mask.dim() == 0 || args_.attn_mask.size(-1) == 1) && range.keys() > 1) ||
         ((args_.attn_mask.dim() < 2 || args_.attn_mask.size(-2) == 1) && problem.query_len > 1);
     if (purpose_.wants_bias_grad && is_summed && is_half(problem.dtype)) {
       return "the gradient of an attn_mask that many rows or keys share, which the fused kernels round "
-             "before it "
-             "is summed";
+             "before it is summed";
     }
     if (purpose_.wants_bias_grad && scores > std::max(4 * args_.attn_mask.numel(), kMostMadeElements)) {
       return "the gradient of attn_mask, which the fused kernels make of the size of all scores";
@@ -284,7 +274,7 @@ class Planner {
   }
 
   bool has_view(const at::Tensor& mask) const {
-    return plan_.dims.view(mask.expand(mask_sizes(mask))).has_value();
+    return plan_.dims.view(mask.expand(mask_sizes(mask, plan_.call.range.keys()))).has_value();
   }
 
   /// (lead or 1, Lq or 1, keys or 1), as it came.
@@ -304,10 +294,10 @@ class Planner {
   }
 
   /// Of a mask whose rows and keys are all there.
-  at::DimVector mask_sizes(const at::Tensor& mask) const {
+  at::DimVector mask_sizes(const at::Tensor& mask, int64_t keys) const {
     at::DimVector sizes(mask.sizes().begin(), mask.sizes().end());
     sizes[sizes.size() - 2] = plan_.problem.query_len;
-    sizes.back() = plan_.call.range.keys();
+    sizes.back() = keys;
     return sizes;
   }
 
@@ -373,13 +363,13 @@ class Planner {
     FusedCall& call = plan_.call;
     const at::Tensor bias = make_bias(canonical_mask(), visible_, plan_.problem.dtype, call.range.keys(),
                                       backend == Backend::kEfficient);
-    const auto whole = plan_.dims.view(bias.expand(mask_sizes(bias)));
+    const auto whole = plan_.dims.view(bias.expand(mask_sizes(bias, call.range.keys())));
     if (!whole) {
       return false;
     }
     call.bias = *whole;
     if (backend == Backend::kEfficient && purpose_.wants_lse) {
-      at::DimVector sizes = mask_sizes(bias);
+      at::DimVector sizes = mask_sizes(bias, call.range.keys());
       sizes.back() = 1;
       const auto sees = plan_.dims.view(rows_that_see(bias).unsqueeze(-1).expand(sizes));
       if (!sees) {
