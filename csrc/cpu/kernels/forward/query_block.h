@@ -269,6 +269,12 @@ class QueryBlock {
   void round_weights(int64_t band);
 
   // streamed.h
+  struct KeyPlace {
+    int64_t head, key;
+  };
+  KeyPlace keys_after() const;
+  template <typename Stored>
+  bool asks_for_piece() const;
   void stream_scores(int64_t band);
   void stream_values(int64_t band);
   template <typename Stored>

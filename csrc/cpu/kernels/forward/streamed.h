@@ -2,10 +2,11 @@
 // is packed, and rows are read where they lie, in the order in which they lie.
 #pragma once
 
-#include "../interface/first_cache.h"
+#include "../interface/memory_ahead.h"
 #include "../matrix/row_dots.h"
 #include "../matrix/rows_ahead.h"
 #include "../matrix/shared_dots.h"
+#include "piece_ahead.h"
 #include "query_block.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
@@ -40,6 +41,34 @@ ATTN_EXT_INLINE Distance prefetch_distance(const StoredRows<Stored>& stored, int
   return {round_up((near ? kNearPrefetchBytes : kPrefetchBytes) / row_bytes, Lane), near};
 }
 
+// As large as this at most, all keys or values of a piece are asked for while others are read, by so few
+// query rows at most: more compute for longer than they read.
+constexpr int64_t kPieceAheadBytes = 1 << 17, kPieceAheadRows = 16;
+
+// Whether a piece like the one that is read, every key of which is seen, is asked for in many places at a
+// time.
+template <typename S>
+template <typename Stored>
+bool QueryBlock<S>::asks_for_piece() const {
+  const int64_t dim = params_.shape.head_dim;
+  const bool whole = run_count_ == 1 && runs_[0].begin == 0 && runs_[0].end >= block_count_;
+  return whole && !plan_.pieces.heads_together && rows_ <= kPieceAheadRows &&
+         dim == params_.shape.value_dim &&
+         block_count_ * dim * static_cast<int64_t>(sizeof(Stored)) <= kPieceAheadBytes &&
+         asks_in_many_places();
+}
+
+// The keys that are read after the values of this piece: of the next piece, or of the next head.
+template <typename S>
+typename QueryBlock<S>::KeyPlace QueryBlock<S>::keys_after() const {
+  const AttentionShape& shape = params_.shape;
+  const int64_t head = key_head_ + 1, key = block_key_ + block_count_;
+  if (plan_.pieces.heads_together) {
+    return head < shape.key_heads ? KeyPlace{head, block_key_} : KeyPlace{0, key};
+  }
+  return key < shape.key_len || head == shape.key_heads ? KeyPlace{key_head_, key} : KeyPlace{head, 0};
+}
+
 // body(Stored{}) for the type that rows are read as: that of a narrow cache, which is widened in registers,
 // to floats or to pairs, both of which hold its numbers; else elements.
 template <typename S, typename Body>
@@ -71,6 +100,8 @@ void QueryBlock<S>::stream_scores_of(int64_t band) {
   const StoredRows<Stored> values = stored_values<Stored>(0, params_.shape.value_dim);
   const int64_t key_len = params_.shape.key_len;
   const Distance distance = prefetch_distance<S::kLane>(keys, key_len);
+  PieceAhead<S::kLane> piece;
+  if (band == 0 && asks_for_piece<Stored>()) piece = {values, block_key_, block_count_};
   Range copied{0, 0};
   for (int64_t i = 0; i < run_count_; ++i) {
     const Range run = runs_[i];
@@ -83,7 +114,9 @@ void QueryBlock<S>::stream_scores_of(int64_t band) {
     }
     for (; j < run.end; j += S::kLane) {
       RowsAhead ahead;
-      if (band == 0) {  // after the last key come the values
+      if (piece.asks()) {
+        ahead = piece.step(j);
+      } else if (band == 0) {  // after the last key come the values
         const int64_t next = j + distance.rows;
         ahead = next < run.end ? keys.ahead(block_key_ + next, key_len)
                                : values.ahead(block_key_ + run.begin + next - run.end, key_len);
@@ -174,13 +207,15 @@ void stream_product(const StreamArgs<S, Element>& args) {
   }
   const Operand* left = args.left;
   const Element* row = args.rows + args.column;
+  const int64_t byte = args.column * static_cast<int64_t>(sizeof(Element)), stride = args.row_stride;
   const char* next = args.ahead.next;
-  if (next != nullptr) next += args.column * static_cast<int64_t>(sizeof(Element));
-  const int64_t stride = args.row_stride;
+  if (next != nullptr) next += byte;
+  const char* const* places = args.ahead.places;
   for (int64_t k = 0; k < args.depth; ++k, row += S::kDepth * stride) {
     if (next != nullptr) {
 #pragma GCC unroll 2
       for (int d = 0; d < S::kDepth; ++d, next += args.ahead.row_bytes) {
+        if (places != nullptr) next = places[k * S::kDepth + d] + args.ahead.offset + byte;
 #pragma GCC unroll 8
         for (int64_t b = 0; b < kBytes; b += 64) prefetch_line(next + b, args.ahead.near);
       }
@@ -220,14 +255,14 @@ template <typename S>
 template <typename Stored>
 void QueryBlock<S>::stream_values_of(int64_t band) {
   const StoredRows<Stored> values = stored_values<Stored>(0, params_.shape.value_dim);
-  // After the last value come the keys of the next piece, or of the next head.
-  const bool together = plan_.pieces.heads_together, wraps = key_head_ + 1 == params_.shape.key_heads;
-  const StoredRows<Stored> keys_after = stored_keys<Stored>(!together ? key_head_
-                                                            : wraps   ? 0
-                                                                      : key_head_ + 1);
-  const int64_t next_key = together && !wraps ? block_key_ : block_key_ + block_count_;
+  const KeyPlace after = keys_after();
+  const StoredRows<Stored> next_keys = stored_keys<Stored>(after.head);
   const int64_t key_len = params_.shape.key_len;
   const Distance distance = prefetch_distance<S::kLane>(values, key_len);
+  PieceAhead<kStreamKeys> piece;
+  if (band == 0 && asks_for_piece<Stored>()) {
+    piece = {next_keys, after.key, smaller(block_count_, key_len - after.key)};
+  }
   const bool copies = careful_ || params_.value.column_stride != 1;
   StreamArgs<S, Stored> args{};
   args.fresh = true;
@@ -249,9 +284,11 @@ void QueryBlock<S>::stream_values_of(int64_t band) {
         const Matrix<Stored> rows = values.in_place(first, count);
         args.rows = rows.data;
         args.row_stride = rows.row_stride;
-        if (band == 0) {
+        if (piece.asks()) {
+          args.ahead = piece.step(j);
+        } else if (band == 0) {
           args.ahead = ahead < run.end ? values.ahead(block_key_ + ahead, key_len)
-                                       : keys_after.ahead(next_key + ahead - run.end, key_len);
+                                       : next_keys.ahead(after.key + ahead - run.end, key_len);
           args.ahead.near = distance.near;
         }
       }

@@ -36,6 +36,8 @@ void QueryBlock<S>::unit_scores(int64_t band) {
   amx_unit::RowsTile tile;
   tile.columns = s_.query_columns;
   tile.depth = depth_of<Product>(params_.shape.head_dim);
+  PieceAhead<kKeys> piece;
+  if (band == 0 && asks_for_piece<Element>()) piece = {values, block_key_, block_count_};
   Range copied{0, 0};
   for (int64_t i = 0; i < run_count_; ++i) {
     const Range run = runs_[i];
@@ -44,12 +46,13 @@ void QueryBlock<S>::unit_scores(int64_t band) {
       tile.rows = reinterpret_cast<const char*>(m.data);
       tile.row_bytes = m.row_stride * static_cast<int64_t>(sizeof(Element));
       const int64_t next = j + distance.rows;  // after the last key come the values
-      RowsAhead ahead = next < run.end ? keys.ahead(block_key_ + next, key_len)
-                                       : values.ahead(block_key_ + run.begin + next - run.end, key_len);
+      RowsAhead ahead = piece.asks()     ? piece.step(j)
+                        : next < run.end ? keys.ahead(block_key_ + next, key_len)
+                                         : values.ahead(block_key_ + run.begin + next - run.end, key_len);
       ahead.near = distance.near;
       tile.asks = ahead.next != nullptr;
       const int64_t columns = next < run.end ? keys.columns() : values.columns();
-      tile.ahead = LinesAhead(ahead, columns * static_cast<int64_t>(sizeof(Element)));
+      tile.ahead = LinesAhead(ahead, columns * static_cast<int64_t>(sizeof(Element)), !piece.asks());
       amx_unit::multiply_rows(tile);
       for (int64_t r = 0; r < band_rows(band); r += 4) {
         Vec<T> scores[4];
@@ -101,6 +104,7 @@ __attribute__((noinline)) void add_unit_step(UnitStep<S>& step, int64_t column,
   constexpr int64_t kHalf = kUnitStep / 2;
   const int64_t weight_stride = step.weight_stride;
   const bool asks = step.asks;
+  const int64_t byte = column * static_cast<int64_t>(sizeof(typename S::Element));
   // Even and odd keys at a time, if there are registers for both.
   constexpr int kParities = Rows * Vectors <= 8 ? 2 : 1;
   Vec<T> sums[2][Rows][Vectors] = {};
@@ -113,7 +117,7 @@ __attribute__((noinline)) void add_unit_step(UnitStep<S>& step, int64_t column,
       const T* weights = step.weights + half * kHalf + first;
       LinesAhead ahead = step.ahead[half];
       for (int64_t k = 0; k < kHalf; k += 2, row += 2 * stride) {
-        if (asks) ahead.template ask<(Vectors > 2 ? 2 : 1) * kParities>();
+        if (asks) ahead.template ask<kParities, (Vectors > 2 ? 2 : 1)>(first + k, byte);
 #pragma GCC unroll 2
         for (int i = 0; i < kParities; ++i) {
           Vec<T>(&to)[Rows][Vectors] = sums[first + i];
@@ -170,12 +174,14 @@ void QueryBlock<S>::unit_value_rows(int64_t band) {
   constexpr int64_t kHalf = kUnitStep / 2;
   round_weights(band);
   const StoredRows<Element> values = stored_values(0, params_.shape.value_dim);
-  // After the last value come the keys of the next piece, or of the next head.
-  const bool together = plan_.pieces.heads_together, wraps = key_head_ + 1 == params_.shape.key_heads;
-  const StoredRows<Element> keys_after = stored_keys(!together ? key_head_ : wraps ? 0 : key_head_ + 1);
-  const int64_t next_key = together && !wraps ? block_key_ : block_key_ + block_count_;
+  const KeyPlace after = keys_after();
+  const StoredRows<Element> next_keys = stored_keys(after.head);
   const int64_t key_len = params_.shape.key_len;
   const Distance distance = prefetch_distance<S::kLane>(values, key_len);
+  PieceAhead<kHalf> piece;
+  if (band == 0 && asks_for_piece<Element>()) {
+    piece = {next_keys, after.key, smaller(block_count_, key_len - after.key)};
+  }
   UnitStep<S> step{};
   step.weight_stride = s_.score_stride;
   step.out_stride = s_.output_stride;
@@ -197,12 +203,13 @@ void QueryBlock<S>::unit_value_rows(int64_t band) {
           step.rows[half] = copy;
           step.row_stride[half] = values.columns();
         }
-        RowsAhead rows = ahead < run.end ? values.ahead(block_key_ + ahead, key_len)
-                                         : keys_after.ahead(next_key + ahead - run.end, key_len);
+        RowsAhead rows = piece.asks()      ? piece.step(key)
+                         : ahead < run.end ? values.ahead(block_key_ + ahead, key_len)
+                                           : next_keys.ahead(after.key + ahead - run.end, key_len);
         rows.near = distance.near;
         step.asks = rows.next != nullptr;
-        const int64_t columns = ahead < run.end ? values.columns() : keys_after.columns();
-        step.ahead[half] = LinesAhead(rows, columns * static_cast<int64_t>(sizeof(Element)));
+        const int64_t columns = ahead < run.end ? values.columns() : next_keys.columns();
+        step.ahead[half] = LinesAhead(rows, columns * static_cast<int64_t>(sizeof(Element)), !piece.asks());
       }
       each_few_rows<S>(band, band + band_rows(band), [&](auto rows, int64_t r) {
         step.weights = score_row(band, r) + j;

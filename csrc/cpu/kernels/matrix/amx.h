@@ -133,7 +133,7 @@ inline void multiply_rows(RowsTile& tile) {
   const uint32_t* columns = tile.columns;
   const char* rows = tile.rows;
   for (int64_t k = 0; k < tile.depth; k += AmxProduct::kDepthStep, rows += kRowBytes) {
-    if (tile.asks) tile.ahead.ask<kColumns>();
+    if (tile.asks) tile.ahead.ask<kColumns, 1>(0, rows - tile.rows);
     load_tile<4>(columns, kRowBytes);
     load_tile<5>(rows, tile.row_bytes);
     multiply_tiles<0, 5, 4>();

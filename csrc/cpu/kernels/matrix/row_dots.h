@@ -31,9 +31,12 @@ void dot_rows(const typename S::Operand* left, int64_t left_stride, const Matrix
 #pragma GCC unroll 16
       for (int j = 0; j < kRows; ++j) row[j] = load_row(rows + j * right.row_stride + k);
       if (ahead.next != nullptr && k % kLine == 0) {
+        const int64_t byte = k * static_cast<int64_t>(sizeof(Element));
+        if (ahead.places != nullptr) {
+          prefetch_places<kRows>(ahead, first, byte);
+        } else {
 #pragma GCC unroll 16
-        for (int j = 0; j < kRows; ++j) {
-          prefetch_line(next + j * ahead.row_bytes + k * static_cast<int64_t>(sizeof(Element)), ahead.near);
+          for (int j = 0; j < kRows; ++j) prefetch_line(next + j * ahead.row_bytes + byte, ahead.near);
         }
       }
 #pragma GCC unroll 4

@@ -14,6 +14,9 @@ struct RowsAhead {
   int64_t bytes = 0;      // of a row
   int64_t rows = 0;
   bool near = false;  // into the first cache, not the second
+  // Where each row begins, `offset` bytes before what is asked for; null: row_bytes apart, from `next` on.
+  const char* const* places = nullptr;
+  int64_t offset = 0;
 };
 
 ATTN_EXT_INLINE void prefetch_line(const char* line, bool near) {
@@ -22,6 +25,14 @@ ATTN_EXT_INLINE void prefetch_line(const char* line, bool near) {
   } else {
     __builtin_prefetch(line, 0, 2);
   }
+}
+
+// Asks for a line of each of `Rows` rows from `first` on that lie in places of their own, `byte` bytes behind
+// where they begin.
+template <int Rows>
+ATTN_EXT_INLINE void prefetch_places(const RowsAhead& ahead, int64_t first, int64_t byte) {
+#pragma GCC unroll 16
+  for (int i = 0; i < Rows; ++i) __builtin_prefetch(ahead.places[first + i] + ahead.offset + byte, 0, 2);
 }
 
 // Asks for the next of them, so few at a time that no request is turned away.
@@ -33,36 +44,58 @@ ATTN_EXT_INLINE void prefetch_some(RowsAhead& ahead, int64_t rows) {
   }
 }
 
-// The lines of rows, one after the other: in the order of memory, so that a processor that foresees such an
-// order goes on by itself.
+// Asks for lines of rows while others are read: one after the other, in the order of memory, so that a
+// processor that foresees such an order goes on by itself; or those that are named.
 class LinesAhead {
  public:
   LinesAhead() = default;
-  LinesAhead(const RowsAhead& rows, int64_t bytes)
-      : row_(rows.next), row_bytes_(rows.row_bytes), bytes_(bytes), near_(rows.near) {}
+  // in_order: all lines of rows of `bytes`.
+  LinesAhead(const RowsAhead& rows, int64_t bytes, bool in_order)
+      : next_(rows.next),
+        row_bytes_(rows.row_bytes),
+        bytes_(bytes),
+        offset_(rows.offset),
+        places_(rows.places),
+        in_order_(in_order),
+        near_(rows.near) {}
 
-  template <int Lines>
-  ATTN_EXT_INLINE void ask() {
-    if (row_bytes_ == bytes_) {  // one long row
+  // Asks for Rows * Lines lines; where they are named, for those of the rows from `row` on that lie `byte`
+  // bytes behind their begin.
+  template <int Rows, int Lines>
+  ATTN_EXT_INLINE void ask(int64_t row, int64_t byte) {
+    if (in_order_) return ask_in_order<Rows * Lines>();
 #pragma GCC unroll 16
-      for (int i = 0; i < Lines; ++i) prefetch_line(row_ + i * 64, near_);
-      row_ += Lines * 64;
-      return;
-    }
-    for (int i = 0; i < Lines; ++i) {
-      prefetch_line(row_ + at_, near_);
-      at_ += 64;
-      if (at_ >= bytes_) {
-        at_ = 0;
-        row_ += row_bytes_;
-      }
+    for (int i = 0; i < Rows; ++i) {
+      const char* line =
+          (places_ != nullptr ? places_[row + i] + offset_ : next_ + (row + i) * row_bytes_) + byte;
+#pragma GCC unroll 2
+      for (int l = 0; l < Lines; ++l) prefetch_line(line + 64 * l, near_);
     }
   }
 
  private:
-  const char* row_ = nullptr;
-  int64_t row_bytes_ = 0, bytes_ = 0, at_ = 0;
-  bool near_ = false;
+  template <int Lines>
+  ATTN_EXT_INLINE void ask_in_order() {
+    if (row_bytes_ == bytes_) {  // one long row
+#pragma GCC unroll 16
+      for (int i = 0; i < Lines; ++i) prefetch_line(next_ + i * 64, near_);
+      next_ += Lines * 64;
+      return;
+    }
+    for (int i = 0; i < Lines; ++i) {
+      prefetch_line(next_ + at_, near_);
+      at_ += 64;
+      if (at_ >= bytes_) {
+        at_ = 0;
+        next_ += row_bytes_;
+      }
+    }
+  }
+
+  const char* next_ = nullptr;
+  int64_t row_bytes_ = 0, bytes_ = 0, at_ = 0, offset_ = 0;
+  const char* const* places_ = nullptr;
+  bool in_order_ = false, near_ = false;
 };
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY
