@@ -71,6 +71,7 @@ done
 add memory "$here/memory.py"
 add modules "$here/modules.py"
 add training-step "$here/training_step.py"
+add decode-from-memory "$here/decode_from_memory.py"
 
 # The run -------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import attn_ext
-from attn_ext.benchmark import timing
+from attn_ext.benchmark import cells, peers, timing
 from attn_ext.commands import bench, bench_batches
 
 ROOT = Path(__file__).parents[1]
@@ -310,6 +310,37 @@ class TestModules:
         assert rows == [(s.replace(",", ", "), dtype) for s in shapes for dtype in modules.DTYPES]
 
 
+class TestDecodeFromMemory:
+    @pytest.fixture
+    def decoding(self, monkeypatch):
+        module = load("benchmarks/decode_from_memory.py")
+        small = cells.Cell("small", cells.Shape(2, 4, 2, 1, 40, 16, 16))
+        monkeypatch.setattr(module, "CELLS", {small.name: small})
+        monkeypatch.setattr(module, "read_rate", lambda threads, seconds: 5e10)
+        return module
+
+    def test_prints_a_row_for_each_cell_and_dtype(self, decoding, capsys, monkeypatch):
+        monkeypatch.setattr(timing, "perf_counter", itertools.count().__next__)
+        monkeypatch.setattr(timing, "cpu_waits", dict)
+        options = ["--threads", "1", "--rounds", "2", "--block", "0.001", "--gigabytes", "1e-5"]
+        decoding.main(["--cells", "small", "--dtype", "float32", "float16", *options])
+        text = capsys.readouterr().out
+        assert "read: 50 GB/s" in text
+        pattern = r"^\| small \| (\S+) \| [\d.]+ ms \| [\d.]+ ms \| 1.00 x \| 0.0 \| 0% \|$"
+        assert re.findall(pattern, text, re.M) == ["float32", "float16"]
+
+    def test_each_call_has_the_next_of_the_copies(self, decoding, monkeypatch):
+        seen = []
+        prepare = lambda problem, threads: lambda: seen.append(problem.key.data_ptr())  # noqa: E731
+        monkeypatch.setattr(decoding, "available", lambda names: [peers.Contender("attn_ext", prepare)])
+        cell = decoding.CELLS["small"]
+        calls = decoding.make_calls(cell, torch.float32, 1, 3 * cell.kv_bytes(torch.float32))
+        for _ in range(6):
+            calls["attn_ext"]()
+        assert len(set(seen)) == 3
+        assert seen[:3] == seen[3:]
+
+
 class TestTables:
     """`benchmarks/tables.sh`, with an interpreter that notes what it is asked for and measures nothing."""
 
@@ -352,13 +383,14 @@ else:
         assert done.returncode == 0
         assert re.search(r"^All (\d+) tables are in .*, with nothing left out\.$", done.stdout, re.M)
         calls = tables.calls()
-        assert len(calls) == len(list(tables.folder.glob("*.md"))) == 3 * 10 + 2 * 3 + 3
-        *benches, memory, modules, training = calls
+        assert len(calls) == len(list(tables.folder.glob("*.md"))) == 3 * 10 + 2 * 3 + 4
+        *benches, memory, modules, training, decoding = calls
         batches = [call for call in benches if "--packed" in call or "--paged" in call]
         assert batches == benches[-6:]
         assert memory[0].endswith("memory.py")
         assert modules[0].endswith("modules.py")
         assert training[0].endswith("training_step.py")
+        assert decoding[0].endswith("decode_from_memory.py")
         assert all(("--plot" in call) == (call not in batches) for call in benches)
         assert all(call[-2:] == ["--threads", "3"] for call in benches)
         assert "--cells\tdecode*" in "\t".join(benches[7])
@@ -369,7 +401,7 @@ else:
         tables()
         parser = argparse.ArgumentParser()
         bench.add_parser(parser.add_subparsers())
-        for call in tables.calls()[:-3]:
+        for call in tables.calls()[:-4]:
             arguments = parser.parse_args(call[2:])
             assert bench.choose_problems(arguments)
             batches = bench_batches.chosen(arguments)
@@ -378,11 +410,15 @@ else:
 
     def test_shows_how_far_it_is(self, tables):
         lines = re.findall(
-            r"^\[(#*)(-*)\] (\d+) of 39 parts done, \d+ min; now (\S+)$", tables().stderr, re.M
+            r"^\[(#*)(-*)\] (\d+) of 40 parts done, \d+ min; now (\S+)$", tables().stderr, re.M
         )
-        assert [int(line[2]) for line in lines] == [*range(40)]
+        assert [int(line[2]) for line in lines] == [*range(41)]
         assert {len(line[0] + line[1]) for line in lines} == {30}
-        assert [lines[0][3], lines[-2][3], lines[-1][3]] == ["forward-float32", "training-step", "nothing"]
+        assert [lines[0][3], lines[-2][3], lines[-1][3]] == [
+            "forward-float32",
+            "decode-from-memory",
+            "nothing",
+        ]
 
     def test_says_what_it_leaves_out(self, tables):
         missing = "not installed, so left out: openvino; to have them: pip install openvino"
@@ -397,7 +433,7 @@ else:
     def test_a_part_that_fails_stops_no_other(self, tables):
         done = tables("no_weights")
         assert done.returncode == 1
-        assert len(tables.calls()) == 39
+        assert len(tables.calls()) == 40
         assert re.findall(r"^  (\S+): it failed, see above: ", done.stdout, re.M) == [
             f"weights-{dtype}" for dtype in ("float32", "bfloat16", "float16")
         ]
