@@ -28,8 +28,8 @@ class KeyPieces {
     KeyPieces<S> call(params, plan, shared, scratch);
     const int64_t heads = params.shape.query_heads;
     if (round == 1) return call.merge(task / heads, task % heads);
-    call.each_piece(task, [&](int64_t batch, int64_t key_head, int64_t piece) {
-      round == 0 ? call.run_piece(batch, key_head, piece) : call.add_key_mass(batch, key_head, piece);
+    call.each_piece(task, [&](int64_t batch, const Piece& piece, const Piece& next) {
+      round == 0 ? call.run_piece(batch, piece, next) : call.add_key_mass(batch, piece.key_head, piece.index);
     });
   }
 
@@ -45,16 +45,22 @@ class KeyPieces {
         arena_{static_cast<char*>(scratch), 0},
         query_(take_query_scratch<S>(arena_, params, plan)) {}
 
+  struct Piece {
+    int64_t key_head, index;
+  };
+
+  Piece piece_at(int64_t i) const {
+    return plan_.pieces.heads_together ? Piece{i % shape_.key_heads, i / shape_.key_heads}
+                                       : Piece{i / plan_.pieces.count, i % plan_.pieces.count};
+  }
+  // body(batch, piece, the next one; of index -1 if it is the last)
   template <typename Body>
   void each_piece(int64_t task, Body body) const {
     const int64_t all = plan_.pieces.count * shape_.key_heads, tasks = ceil_div(all, plan_.pieces.per_task);
     const int64_t batch = task / tasks, first = task % tasks * plan_.pieces.per_task;
-    for (int64_t i = first; i < smaller(first + plan_.pieces.per_task, all); ++i) {
-      if (plan_.pieces.heads_together) {
-        body(batch, i % shape_.key_heads, i / shape_.key_heads);
-      } else {
-        body(batch, i / plan_.pieces.count, i % plan_.pieces.count);
-      }
+    const int64_t end = smaller(first + plan_.pieces.per_task, all);
+    for (int64_t i = first; i < end; ++i) {
+      body(batch, piece_at(i), i + 1 < end ? piece_at(i + 1) : Piece{0, -1});
     }
   }
   Range piece_keys(int64_t piece) const {
@@ -80,7 +86,7 @@ class KeyPieces {
   }
   PackedHead<S> pack_piece(int64_t batch, int64_t key_head, Range keys) const;
   void add_key_mass(int64_t batch, int64_t key_head, int64_t piece) const;
-  void run_piece(int64_t batch, int64_t key_head, int64_t piece);
+  void run_piece(int64_t batch, const Piece& piece, const Piece& next);
   // Whether the scratch holds the rows of this head, all in one block, from the piece that was run before.
   bool holds_rows_of(int64_t batch, int64_t key_head) const {
     return batch == batch_of_rows_ && key_head == head_of_rows_ &&
@@ -205,12 +211,15 @@ void KeyPieces<S>::unsign_zeros(int64_t rows) const {
 }
 
 template <typename S>
-void KeyPieces<S>::run_piece(int64_t batch, int64_t key_head, int64_t piece) {
-  const int64_t group = group_size(shape_), rows = group * shape_.query_len;
-  const Range keys = piece_keys(piece);
+void KeyPieces<S>::run_piece(int64_t batch, const Piece& piece, const Piece& next) {
+  const int64_t group = group_size(shape_), rows = group * shape_.query_len, key_head = piece.key_head;
+  const Range keys = piece_keys(piece.index);
   const PackedHead<S> packed = pack_piece(batch, key_head, keys);
   QueryBlock<S> block(params_, plan_, query_, packed, batch);
   if (keeps_weights(params_)) block.set_kept_weights(kept_rows(0, 0), kept_row_size(params_));
+  if (plan_.pieces.per_task > 1) {
+    block.set_next_piece(next.key_head, next.index < 0 ? Range{0, 0} : piece_keys(next.index));
+  }
   const bool again = holds_rows_of(batch, key_head);
   batch_of_rows_ = batch;
   head_of_rows_ = key_head;
@@ -219,7 +228,7 @@ void KeyPieces<S>::run_piece(int64_t batch, int64_t key_head, int64_t piece) {
     block.set_rows(key_head * group, first, count, keys, again);
     block.attend(keys);
     if (plan_.pieces.merged) {
-      keep_rows(batch, count, piece);
+      keep_rows(batch, count, piece.index);
     } else {
       unsign_zeros(count);
       block.finish();

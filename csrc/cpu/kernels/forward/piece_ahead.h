@@ -6,58 +6,49 @@
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
-// Each step of as many rows as there are places asks for a row of each; half a step for those of half of
-// them.
-template <int64_t Places>
+// While row r is read, row r / kPlaces of place r % kPlaces is asked for.
 class PieceAhead {
  public:
+  static constexpr int64_t kPlaces = 16;
+  static constexpr int64_t kMostRows = 32;  // that are read in a step
+  // What the rows of a page have to be a multiple of: each place of a piece of up to kPlaces times as many
+  // rows then lies in one page.
+  static constexpr int64_t kPageStep = 16;
+
   PieceAhead() = default;
 
-  // For `count` rows from `first` on; for none where the rows of a place are not evenly apart, as in small
-  // pages.
+  // For `count` rows from `first` on, a multiple of kPageStep.
   template <typename Stored>
   PieceAhead(const StoredRows<Stored>& rows, int64_t first, int64_t count) {
     if (count <= 0) return;
-    rows_ = rows.ahead(first, first + count);
-    if (rows_.next == nullptr) return;
-    rows_of_place_ = ceil_div(count, Places);
-    row_bytes_ = rows_.row_bytes;
-    rows_.row_bytes *= rows_of_place_;
-    in_pages_ = rows.in_pages();
-    if (in_pages_) find_places(rows, first, count);
-  }
-
-  bool asks() const { return rows_of_place_ > 0; }
-
-  // What to ask for in the step before which `done` rows were read.
-  ATTN_EXT_INLINE RowsAhead step(int64_t done) const {
-    if (done / Places >= rows_of_place_) return {};
-    RowsAhead ahead = rows_;
-    ahead.offset = done / Places * row_bytes_;
-    ahead.next += ahead.offset + done % Places * rows_.row_bytes;
-    if (in_pages_) ahead.places = places_ + done % Places;
-    return ahead;
-  }
-
- private:
-  // Of places that lie in a page each, a power of two of rows, as a page mostly is: of a last piece that is
-  // shorter than the others some rows are not asked for.
-  template <typename Stored>
-  void find_places(const StoredRows<Stored>& rows, int64_t first, int64_t count) {
-    int64_t each = 1;
-    while (each * Places < count) each *= 2;
-    rows_of_place_ = 0;
-    for (int64_t i = 0; i < Places; ++i) {
+    row_bytes_ = rows.ahead(first, first + count).row_bytes;
+    // In pages a power of two: of a piece that is shorter than the others up to half is not asked for.
+    int64_t each = rows.in_pages() ? 1 : ceil_div(count, kPlaces);
+    while (each * kPlaces < count) each *= 2;
+    for (int64_t i = 0; i < kPlaces; ++i) {
       const int64_t row = first + smaller(i * each, round_down(count - 1, each));
-      if (rows.in_page(row, each) < each) return;
-      places_[i] = rows.ahead(row, first + count).next;
+      const char* place = rows.ahead(row, first + count).next;
+      if (place == nullptr) return;
+      // A step that is longer, or does not begin with the first place, goes on with the places' next rows.
+      for (int64_t next = 0; i + next * kPlaces < kPlaces + kMostRows; ++next) {
+        places_[i + next * kPlaces] = place + next * row_bytes_;
+      }
     }
     rows_of_place_ = each;
   }
 
-  const char* places_[Places] = {};
-  bool in_pages_ = false;
-  RowsAhead rows_;
+  // What to ask for in the step before which `done` rows were read.
+  ATTN_EXT_INLINE RowsAhead step(int64_t done) const {
+    RowsAhead ahead;
+    if (done / kPlaces >= rows_of_place_) return ahead;
+    ahead.places = places_ + done % kPlaces;
+    ahead.offset = done / kPlaces * row_bytes_;
+    ahead.next = ahead.places[0] + ahead.offset;
+    return ahead;
+  }
+
+ private:
+  const char* places_[kPlaces + kMostRows] = {};
   int64_t row_bytes_ = 0, rows_of_place_ = 0;
 };
 

@@ -10,6 +10,7 @@
 #include "../matrix/stored_rows.h"
 #include "../scores/mask_and_scale.h"
 #include "packed_head.h"
+#include "piece_ahead.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
@@ -157,6 +158,14 @@ class QueryBlock {
     kept_stride_ = key_stride;
   }
 
+  // That pieces of a task follow each other, and which keys come after those that attend() is given; none
+  // after the last.
+  void set_next_piece(int64_t key_head, Range keys) {
+    in_pieces_ = true;
+    next_head_ = key_head;
+    next_keys_ = keys;
+  }
+
   // Rows [first, first + rows) of the query rows of heads first_head, first_head + 1, ..., one after the
   // other. They will attend to no other than these keys. `again`: the scratch holds these very rows already.
   void set_rows(int64_t first_head, int64_t first, int64_t rows, Range keys, bool again = false);
@@ -274,7 +283,9 @@ class QueryBlock {
   };
   KeyPlace keys_after() const;
   template <typename Stored>
-  bool asks_for_piece() const;
+  bool asks_for_pieces() const;
+  template <typename Stored>
+  PieceAhead keys_of_next_piece() const;
   void stream_scores(int64_t band);
   void stream_values(int64_t band);
   template <typename Stored>
@@ -329,6 +340,9 @@ class QueryBlock {
   int64_t block_count_ = 0;
   Range runs_[kMaxRuns];
   int64_t run_count_ = 0;
+  bool in_pieces_ = false;
+  int64_t next_head_ = 0;
+  Range next_keys_{0, 0};
 };
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

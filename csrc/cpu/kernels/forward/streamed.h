@@ -6,7 +6,6 @@
 #include "../matrix/row_dots.h"
 #include "../matrix/rows_ahead.h"
 #include "../matrix/shared_dots.h"
-#include "piece_ahead.h"
 #include "query_block.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
@@ -45,28 +44,34 @@ ATTN_EXT_INLINE Distance prefetch_distance(const StoredRows<Stored>& stored, int
 // query rows at most: more compute for longer than they read.
 constexpr int64_t kPieceAheadBytes = 1 << 17, kPieceAheadRows = 16;
 
-// Whether a piece like the one that is read, every key of which is seen, is asked for in many places at a
-// time.
+static_assert(kStreamKeys <= PieceAhead::kMostRows);
+
+ATTN_EXT_INLINE bool lies_in_places(const Storage& storage) {
+  return storage.pages == nullptr || storage.page_rows % PieceAhead::kPageStep == 0;
+}
+
+// Whether the values of the piece, and then the keys of the next one, are asked for in many places at a time:
+// where all of it is seen, and the rows of heads are not between each other.
 template <typename S>
 template <typename Stored>
-bool QueryBlock<S>::asks_for_piece() const {
+bool QueryBlock<S>::asks_for_pieces() const {
   const int64_t dim = params_.shape.head_dim;
   const bool whole = run_count_ == 1 && runs_[0].begin == 0 && runs_[0].end >= block_count_;
-  return whole && !plan_.pieces.heads_together && rows_ <= kPieceAheadRows &&
-         dim == params_.shape.value_dim &&
+  const bool alike = dim == params_.shape.value_dim &&
+                     params_.key_storage.kind == params_.value_storage.kind &&
+                     lies_in_places(params_.key_storage) && lies_in_places(params_.value_storage);
+  return in_pieces_ && whole && alike && !plan_.pieces.heads_together && rows_ <= kPieceAheadRows &&
          block_count_ * dim * static_cast<int64_t>(sizeof(Stored)) <= kPieceAheadBytes &&
          asks_in_many_places();
 }
 
-// The keys that are read after the values of this piece: of the next piece, or of the next head.
+// The keys that lie behind the values of this piece, where memory is asked for in order: of the next piece,
+// or of the next head.
 template <typename S>
 typename QueryBlock<S>::KeyPlace QueryBlock<S>::keys_after() const {
-  const AttentionShape& shape = params_.shape;
   const int64_t head = key_head_ + 1, key = block_key_ + block_count_;
-  if (plan_.pieces.heads_together) {
-    return head < shape.key_heads ? KeyPlace{head, block_key_} : KeyPlace{0, key};
-  }
-  return key < shape.key_len || head == shape.key_heads ? KeyPlace{key_head_, key} : KeyPlace{head, 0};
+  if (!plan_.pieces.heads_together) return {key_head_, key};
+  return head < params_.shape.key_heads ? KeyPlace{head, block_key_} : KeyPlace{0, key};
 }
 
 // body(Stored{}) for the type that rows are read as: that of a narrow cache, which is widened in registers,
@@ -92,6 +97,12 @@ void QueryBlock<S>::stream_values(int64_t band) {
   with_streamed_type<S>(params_.value_storage, [&](auto type) { stream_values_of<decltype(type)>(band); });
 }
 
+template <typename S>
+template <typename Stored>
+PieceAhead QueryBlock<S>::keys_of_next_piece() const {
+  return {stored_keys<Stored>(next_head_), next_keys_.begin, next_keys_.end - next_keys_.begin};
+}
+
 // S (rows, keys) = Q . K^T, a vector of keys at a time.
 template <typename S>
 template <typename Stored>
@@ -100,8 +111,9 @@ void QueryBlock<S>::stream_scores_of(int64_t band) {
   const StoredRows<Stored> values = stored_values<Stored>(0, params_.shape.value_dim);
   const int64_t key_len = params_.shape.key_len;
   const Distance distance = prefetch_distance<S::kLane>(keys, key_len);
-  PieceAhead<S::kLane> piece;
-  if (band == 0 && asks_for_piece<Stored>()) piece = {values, block_key_, block_count_};
+  const bool in_pieces = asks_for_pieces<Stored>();
+  PieceAhead piece;
+  if (in_pieces && band == 0) piece = {values, block_key_, block_count_};
   Range copied{0, 0};
   for (int64_t i = 0; i < run_count_; ++i) {
     const Range run = runs_[i];
@@ -114,7 +126,7 @@ void QueryBlock<S>::stream_scores_of(int64_t band) {
     }
     for (; j < run.end; j += S::kLane) {
       RowsAhead ahead;
-      if (piece.asks()) {
+      if (in_pieces) {
         ahead = piece.step(j);
       } else if (band == 0) {  // after the last key come the values
         const int64_t next = j + distance.rows;
@@ -259,10 +271,9 @@ void QueryBlock<S>::stream_values_of(int64_t band) {
   const StoredRows<Stored> next_keys = stored_keys<Stored>(after.head);
   const int64_t key_len = params_.shape.key_len;
   const Distance distance = prefetch_distance<S::kLane>(values, key_len);
-  PieceAhead<kStreamKeys> piece;
-  if (band == 0 && asks_for_piece<Stored>()) {
-    piece = {next_keys, after.key, smaller(block_count_, key_len - after.key)};
-  }
+  const bool in_pieces = asks_for_pieces<Stored>();
+  PieceAhead piece;
+  if (in_pieces && band == 0) piece = keys_of_next_piece<Stored>();
   const bool copies = careful_ || params_.value.column_stride != 1;
   StreamArgs<S, Stored> args{};
   args.fresh = true;
@@ -284,7 +295,7 @@ void QueryBlock<S>::stream_values_of(int64_t band) {
         const Matrix<Stored> rows = values.in_place(first, count);
         args.rows = rows.data;
         args.row_stride = rows.row_stride;
-        if (piece.asks()) {
+        if (in_pieces) {
           args.ahead = piece.step(j);
         } else if (band == 0) {
           args.ahead = ahead < run.end ? values.ahead(block_key_ + ahead, key_len)

@@ -36,8 +36,9 @@ void QueryBlock<S>::unit_scores(int64_t band) {
   amx_unit::RowsTile tile;
   tile.columns = s_.query_columns;
   tile.depth = depth_of<Product>(params_.shape.head_dim);
-  PieceAhead<kKeys> piece;
-  if (band == 0 && asks_for_piece<Element>()) piece = {values, block_key_, block_count_};
+  const bool in_pieces = asks_for_pieces<Element>();
+  PieceAhead piece;
+  if (in_pieces && band == 0) piece = {values, block_key_, block_count_};
   Range copied{0, 0};
   for (int64_t i = 0; i < run_count_; ++i) {
     const Range run = runs_[i];
@@ -46,13 +47,13 @@ void QueryBlock<S>::unit_scores(int64_t band) {
       tile.rows = reinterpret_cast<const char*>(m.data);
       tile.row_bytes = m.row_stride * static_cast<int64_t>(sizeof(Element));
       const int64_t next = j + distance.rows;  // after the last key come the values
-      RowsAhead ahead = piece.asks()     ? piece.step(j)
+      RowsAhead ahead = in_pieces        ? piece.step(j)
                         : next < run.end ? keys.ahead(block_key_ + next, key_len)
                                          : values.ahead(block_key_ + run.begin + next - run.end, key_len);
       ahead.near = distance.near;
       tile.asks = ahead.next != nullptr;
       const int64_t columns = next < run.end ? keys.columns() : values.columns();
-      tile.ahead = LinesAhead(ahead, columns * static_cast<int64_t>(sizeof(Element)), !piece.asks());
+      tile.ahead = LinesAhead(ahead, columns * static_cast<int64_t>(sizeof(Element)), !in_pieces);
       amx_unit::multiply_rows(tile);
       for (int64_t r = 0; r < band_rows(band); r += 4) {
         Vec<T> scores[4];
@@ -88,7 +89,7 @@ struct UnitStep {
   int64_t weight_stride;
   const Element* rows[2];
   int64_t row_stride[2];
-  bool asks;  // for memory, meanwhile
+  bool asks[2];  // for memory, meanwhile
   LinesAhead ahead[2];
   T* out;
   int64_t out_stride;
@@ -103,7 +104,6 @@ __attribute__((noinline)) void add_unit_step(UnitStep<S>& step, int64_t column,
   using T = typename S::Accum;
   constexpr int64_t kHalf = kUnitStep / 2;
   const int64_t weight_stride = step.weight_stride;
-  const bool asks = step.asks;
   const int64_t byte = column * static_cast<int64_t>(sizeof(typename S::Element));
   // Even and odd keys at a time, if there are registers for both.
   constexpr int kParities = Rows * Vectors <= 8 ? 2 : 1;
@@ -115,6 +115,7 @@ __attribute__((noinline)) void add_unit_step(UnitStep<S>& step, int64_t column,
       const int64_t stride = step.row_stride[half];
       const auto* row = step.rows[half] + column + first * stride;
       const T* weights = step.weights + half * kHalf + first;
+      const bool asks = step.asks[half];
       LinesAhead ahead = step.ahead[half];
       for (int64_t k = 0; k < kHalf; k += 2, row += 2 * stride) {
         if (asks) ahead.template ask<kParities, (Vectors > 2 ? 2 : 1)>(first + k, byte);
@@ -178,10 +179,9 @@ void QueryBlock<S>::unit_value_rows(int64_t band) {
   const StoredRows<Element> next_keys = stored_keys(after.head);
   const int64_t key_len = params_.shape.key_len;
   const Distance distance = prefetch_distance<S::kLane>(values, key_len);
-  PieceAhead<kHalf> piece;
-  if (band == 0 && asks_for_piece<Element>()) {
-    piece = {next_keys, after.key, smaller(block_count_, key_len - after.key)};
-  }
+  const bool in_pieces = asks_for_pieces<Element>();
+  PieceAhead piece;
+  if (in_pieces && band == 0) piece = keys_of_next_piece<Element>();
   UnitStep<S> step{};
   step.weight_stride = s_.score_stride;
   step.out_stride = s_.output_stride;
@@ -203,19 +203,19 @@ void QueryBlock<S>::unit_value_rows(int64_t band) {
           step.rows[half] = copy;
           step.row_stride[half] = values.columns();
         }
-        RowsAhead rows = piece.asks()      ? piece.step(key)
+        RowsAhead rows = in_pieces         ? piece.step(key)
                          : ahead < run.end ? values.ahead(block_key_ + ahead, key_len)
                                            : next_keys.ahead(after.key + ahead - run.end, key_len);
         rows.near = distance.near;
-        step.asks = rows.next != nullptr;
+        step.asks[half] = rows.next != nullptr;
         const int64_t columns = ahead < run.end ? values.columns() : next_keys.columns();
-        step.ahead[half] = LinesAhead(rows, columns * static_cast<int64_t>(sizeof(Element)), !piece.asks());
+        step.ahead[half] = LinesAhead(rows, columns * static_cast<int64_t>(sizeof(Element)), !in_pieces);
       }
       each_few_rows<S>(band, band + band_rows(band), [&](auto rows, int64_t r) {
         step.weights = score_row(band, r) + j;
         step.out = s_.output + r * s_.output_stride;
         add_unit_steps<S, decltype(rows)::value>(step, values.columns());
-        step.asks = false;
+        step.asks[0] = step.asks[1] = false;
       });
     }
   }

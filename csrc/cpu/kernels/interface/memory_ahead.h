@@ -15,7 +15,7 @@ namespace attn_ext::cpu {
 // In many places at a time, not in the order of memory: so that several pages are on their way at once.
 // docs/trials.md has the figures. What is on its way, and what is read, has to fit the second cache.
 [[maybe_unused]] static bool asks_in_many_places() {
-  constexpr unsigned int kLargeCache = 1u << 20;
+  constexpr unsigned int kLargeCache = 1u << 19;
   return intel_second_cache() >= kLargeCache;
 }
 

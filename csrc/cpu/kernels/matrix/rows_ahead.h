@@ -28,7 +28,7 @@ ATTN_EXT_INLINE void prefetch_line(const char* line, bool near) {
 }
 
 // Asks for a line of each of `Rows` rows from `first` on that lie in places of their own, `byte` bytes behind
-// where they begin.
+// where they begin: into the second cache, of which there is enough where places are.
 template <int Rows>
 ATTN_EXT_INLINE void prefetch_places(const RowsAhead& ahead, int64_t first, int64_t byte) {
 #pragma GCC unroll 16
