@@ -46,8 +46,9 @@ constexpr int64_t kPieceAheadBytes = 1 << 17, kPieceAheadRows = 16;
 
 static_assert(kStreamKeys <= PieceAhead::kMostRows);
 
-ATTN_EXT_INLINE bool lies_in_places(const Storage& storage) {
-  return storage.pages == nullptr || storage.page_rows % PieceAhead::kPageStep == 0;
+ATTN_EXT_INLINE bool lies_in_places(const TensorView& view, const Storage& storage) {
+  return view.column_stride == 1 &&
+         (storage.pages == nullptr || storage.page_rows % PieceAhead::kPageStep == 0);
 }
 
 // Whether the values of the piece, and then the keys of the next one, are asked for in many places at a time:
@@ -59,7 +60,8 @@ bool QueryBlock<S>::asks_for_pieces() const {
   const bool whole = run_count_ == 1 && runs_[0].begin == 0 && runs_[0].end >= block_count_;
   const bool alike = dim == params_.shape.value_dim &&
                      params_.key_storage.kind == params_.value_storage.kind &&
-                     lies_in_places(params_.key_storage) && lies_in_places(params_.value_storage);
+                     lies_in_places(params_.key, params_.key_storage) &&
+                     lies_in_places(params_.value, params_.value_storage);
   return in_pieces_ && whole && alike && !plan_.pieces.heads_together && rows_ <= kPieceAheadRows &&
          block_count_ * dim * static_cast<int64_t>(sizeof(Stored)) <= kPieceAheadBytes &&
          asks_in_many_places();

@@ -53,7 +53,7 @@ void QueryBlock<S>::unit_scores(int64_t band) {
       ahead.near = distance.near;
       tile.asks = ahead.next != nullptr;
       const int64_t columns = next < run.end ? keys.columns() : values.columns();
-      tile.ahead = LinesAhead(ahead, columns * static_cast<int64_t>(sizeof(Element)), !in_pieces);
+      tile.ahead = LinesAhead(ahead, columns * static_cast<int64_t>(sizeof(Element)));
       amx_unit::multiply_rows(tile);
       for (int64_t r = 0; r < band_rows(band); r += 4) {
         Vec<T> scores[4];
@@ -209,7 +209,7 @@ void QueryBlock<S>::unit_value_rows(int64_t band) {
         rows.near = distance.near;
         step.asks[half] = rows.next != nullptr;
         const int64_t columns = ahead < run.end ? values.columns() : next_keys.columns();
-        step.ahead[half] = LinesAhead(rows, columns * static_cast<int64_t>(sizeof(Element)), !in_pieces);
+        step.ahead[half] = LinesAhead(rows, columns * static_cast<int64_t>(sizeof(Element)));
       }
       each_few_rows<S>(band, band + band_rows(band), [&](auto rows, int64_t r) {
         step.weights = score_row(band, r) + j;

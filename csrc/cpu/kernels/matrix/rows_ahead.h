@@ -49,53 +49,38 @@ ATTN_EXT_INLINE void prefetch_some(RowsAhead& ahead, int64_t rows) {
 class LinesAhead {
  public:
   LinesAhead() = default;
-  // in_order: all lines of rows of `bytes`.
-  LinesAhead(const RowsAhead& rows, int64_t bytes, bool in_order)
-      : next_(rows.next),
-        row_bytes_(rows.row_bytes),
-        bytes_(bytes),
-        offset_(rows.offset),
-        places_(rows.places),
-        in_order_(in_order),
-        near_(rows.near) {}
+  LinesAhead(const RowsAhead& rows, int64_t bytes) : rows_(rows), bytes_(bytes) {}
 
-  // Asks for Rows * Lines lines; where they are named, for those of the rows from `row` on that lie `byte`
-  // bytes behind their begin.
+  // Asks for Rows * Lines lines; where rows lie in places of their own, for those of the rows from `row` on
+  // that lie `byte` bytes behind their begin.
   template <int Rows, int Lines>
   ATTN_EXT_INLINE void ask(int64_t row, int64_t byte) {
-    if (in_order_) return ask_in_order<Rows * Lines>();
-#pragma GCC unroll 16
-    for (int i = 0; i < Rows; ++i) {
-      const char* line =
-          (places_ != nullptr ? places_[row + i] + offset_ : next_ + (row + i) * row_bytes_) + byte;
+    if (rows_.places == nullptr) return ask_in_order<Rows * Lines>();
 #pragma GCC unroll 2
-      for (int l = 0; l < Lines; ++l) prefetch_line(line + 64 * l, near_);
-    }
+    for (int i = 0; i < Lines; ++i) prefetch_places<Rows>(rows_, row, byte + 64 * i);
   }
 
  private:
   template <int Lines>
   ATTN_EXT_INLINE void ask_in_order() {
-    if (row_bytes_ == bytes_) {  // one long row
+    if (rows_.row_bytes == bytes_) {  // one long row
 #pragma GCC unroll 16
-      for (int i = 0; i < Lines; ++i) prefetch_line(next_ + i * 64, near_);
-      next_ += Lines * 64;
+      for (int i = 0; i < Lines; ++i) prefetch_line(rows_.next + i * 64, rows_.near);
+      rows_.next += Lines * 64;
       return;
     }
     for (int i = 0; i < Lines; ++i) {
-      prefetch_line(next_ + at_, near_);
+      prefetch_line(rows_.next + at_, rows_.near);
       at_ += 64;
       if (at_ >= bytes_) {
         at_ = 0;
-        next_ += row_bytes_;
+        rows_.next += rows_.row_bytes;
       }
     }
   }
 
-  const char* next_ = nullptr;
-  int64_t row_bytes_ = 0, bytes_ = 0, at_ = 0, offset_ = 0;
-  const char* const* places_ = nullptr;
-  bool in_order_ = false, near_ = false;
+  RowsAhead rows_;
+  int64_t bytes_ = 0, at_ = 0;
 };
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY
