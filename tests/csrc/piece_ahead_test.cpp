@@ -73,7 +73,8 @@ std::map<const char*, int> asked_for(const PieceAhead& piece, const Case& c) {
 void asks_for_each_row(const Case& c) {
   const Rows rows(c.page_rows, kFirst + c.count);
   const StoredRows<float> stored(rows.view, rows.storage, 0, 0, 0, kColumns);
-  const PieceAhead piece(stored, kFirst, c.count);
+  PieceAhead piece;
+  piece.begin(stored, kFirst, c.count);
   std::map<const char*, int> asked = asked_for(piece, c);
   int64_t found = 0;
   for (int64_t r = 0; r < c.count; ++r) {
@@ -89,7 +90,10 @@ void asks_for_each_row(const Case& c) {
 void asks_for_nothing(int64_t count) {
   const Rows rows(0, 64);
   const StoredRows<float> stored(rows.view, rows.storage, 0, 0, 0, kColumns);
-  expect(PieceAhead(stored, 0, count).step(0).next == nullptr, "nothing", {0, count, 0});
+  PieceAhead piece;
+  expect(piece.step(0).next == nullptr, "nothing before begin()", {0, count, 0});
+  piece.begin(stored, 0, count);
+  expect(piece.step(0).next == nullptr, "nothing", {0, count, 0});
 }
 
 }  // namespace

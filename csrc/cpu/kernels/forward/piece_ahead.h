@@ -6,7 +6,7 @@
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
-// While row r is read, row r / kPlaces of place r % kPlaces is asked for.
+// While row r is read, row r / kPlaces of place r % kPlaces is asked for; before begin(), nothing is.
 class PieceAhead {
  public:
   static constexpr int64_t kPlaces = 16;
@@ -15,11 +15,9 @@ class PieceAhead {
   // rows then lies in one page.
   static constexpr int64_t kPageStep = 16;
 
-  PieceAhead() = default;
-
   // For `count` rows from `first` on, a multiple of kPageStep.
   template <typename Stored>
-  PieceAhead(const StoredRows<Stored>& rows, int64_t first, int64_t count) {
+  void begin(const StoredRows<Stored>& rows, int64_t first, int64_t count) {
     if (count <= 0) return;
     row_bytes_ = rows.ahead(first, first + count).row_bytes;
     // In pages a power of two: of a piece that is shorter than the others up to half is not asked for.
@@ -48,8 +46,8 @@ class PieceAhead {
   }
 
  private:
-  const char* places_[kPlaces + kMostRows] = {};
   int64_t row_bytes_ = 0, rows_of_place_ = 0;
+  const char* places_[kPlaces + kMostRows];  // not cleared, which the smallest calls would feel
 };
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

@@ -285,7 +285,7 @@ class QueryBlock {
   template <typename Stored>
   bool asks_for_pieces() const;
   template <typename Stored>
-  PieceAhead keys_of_next_piece() const;
+  void ask_for_next_keys(PieceAhead& piece) const;
   void stream_scores(int64_t band);
   void stream_values(int64_t band);
   template <typename Stored>

@@ -56,13 +56,14 @@ ATTN_EXT_INLINE bool lies_in_places(const TensorView& view, const Storage& stora
 template <typename S>
 template <typename Stored>
 bool QueryBlock<S>::asks_for_pieces() const {
+  if (!in_pieces_) return false;
   const int64_t dim = params_.shape.head_dim;
   const bool whole = run_count_ == 1 && runs_[0].begin == 0 && runs_[0].end >= block_count_;
   const bool alike = dim == params_.shape.value_dim &&
                      params_.key_storage.kind == params_.value_storage.kind &&
                      lies_in_places(params_.key, params_.key_storage) &&
                      lies_in_places(params_.value, params_.value_storage);
-  return in_pieces_ && whole && alike && !plan_.pieces.heads_together && rows_ <= kPieceAheadRows &&
+  return whole && alike && !plan_.pieces.heads_together && rows_ <= kPieceAheadRows &&
          block_count_ * dim * static_cast<int64_t>(sizeof(Stored)) <= kPieceAheadBytes &&
          asks_in_many_places();
 }
@@ -101,8 +102,8 @@ void QueryBlock<S>::stream_values(int64_t band) {
 
 template <typename S>
 template <typename Stored>
-PieceAhead QueryBlock<S>::keys_of_next_piece() const {
-  return {stored_keys<Stored>(next_head_), next_keys_.begin, next_keys_.end - next_keys_.begin};
+void QueryBlock<S>::ask_for_next_keys(PieceAhead& piece) const {
+  piece.begin(stored_keys<Stored>(next_head_), next_keys_.begin, next_keys_.end - next_keys_.begin);
 }
 
 // S (rows, keys) = Q . K^T, a vector of keys at a time.
@@ -115,7 +116,7 @@ void QueryBlock<S>::stream_scores_of(int64_t band) {
   const Distance distance = prefetch_distance<S::kLane>(keys, key_len);
   const bool in_pieces = asks_for_pieces<Stored>();
   PieceAhead piece;
-  if (in_pieces && band == 0) piece = {values, block_key_, block_count_};
+  if (in_pieces && band == 0) piece.begin(values, block_key_, block_count_);
   Range copied{0, 0};
   for (int64_t i = 0; i < run_count_; ++i) {
     const Range run = runs_[i];
@@ -275,7 +276,7 @@ void QueryBlock<S>::stream_values_of(int64_t band) {
   const Distance distance = prefetch_distance<S::kLane>(values, key_len);
   const bool in_pieces = asks_for_pieces<Stored>();
   PieceAhead piece;
-  if (in_pieces && band == 0) piece = keys_of_next_piece<Stored>();
+  if (in_pieces && band == 0) ask_for_next_keys<Stored>(piece);
   const bool copies = careful_ || params_.value.column_stride != 1;
   StreamArgs<S, Stored> args{};
   args.fresh = true;

@@ -38,7 +38,7 @@ void QueryBlock<S>::unit_scores(int64_t band) {
   tile.depth = depth_of<Product>(params_.shape.head_dim);
   const bool in_pieces = asks_for_pieces<Element>();
   PieceAhead piece;
-  if (in_pieces && band == 0) piece = {values, block_key_, block_count_};
+  if (in_pieces && band == 0) piece.begin(values, block_key_, block_count_);
   Range copied{0, 0};
   for (int64_t i = 0; i < run_count_; ++i) {
     const Range run = runs_[i];
@@ -181,7 +181,7 @@ void QueryBlock<S>::unit_value_rows(int64_t band) {
   const Distance distance = prefetch_distance<S::kLane>(values, key_len);
   const bool in_pieces = asks_for_pieces<Element>();
   PieceAhead piece;
-  if (in_pieces && band == 0) piece = keys_of_next_piece<Element>();
+  if (in_pieces && band == 0) ask_for_next_keys<Element>(piece);
   UnitStep<S> step{};
   step.weight_stride = s_.score_stride;
   step.out_stride = s_.output_stride;
