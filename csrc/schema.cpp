@@ -38,6 +38,10 @@
 // forward pass, may be read in place of being made again: not with dropout, which is in them.
 #define ATTN_EXT_PART ", SymInt[]? dropout_origin=None, bool unrounded=False"
 
+#define ATTN_EXT_TILE                                                                              \
+  "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? seed, float scale, float softcap, " \
+  "float dropout_p, int low, int high"
+
 TORCH_LIBRARY(attn_ext, m) {
   m.def("sdpa(" ATTN_EXT_PUBLIC_ARGS ") -> Tensor", {at::Tag::nondeterministic_seeded});
   m.def("sdpa_with_weights(" ATTN_EXT_PUBLIC_ARGS ") -> (Tensor output, Tensor weights)",
@@ -63,17 +67,14 @@ TORCH_LIBRARY(attn_ext, m) {
   m.def("_sdpa_forward(" ATTN_EXT_TENSORS ", " ATTN_EXT_SCALARS
         ", bool need_weights, bool need_key_mass" ATTN_EXT_PART
         ") -> (Tensor output, Tensor lse, Tensor? weights, Tensor? key_mass)");
-  // Kernels for NVIDIA GPUs (csrc/cuda/tiles.h); of `heads` heads from `first_head` on, counted over the
-  // batch as well, and `rows` rows from `row_begin` on.
-  m.def(
-      "_tile_lse(Tensor query, Tensor key, Tensor? mask, float scale, float softcap, int low, int high) -> "
-      "Tensor");
-  m.def(
-      "_tile_weights(Tensor query, Tensor key, Tensor? value, Tensor? grad_output, Tensor? mask, Tensor? "
-      "seed, "
-      "Tensor lse, Tensor? delta, float scale, float softcap, float dropout_p, int low, int high, int "
-      "first_head, "
-      "int heads, int row_begin, int rows) -> (Tensor weights, Tensor grad_scores)");
+  // Kernels for NVIDIA GPUs (csrc/cuda/tiles.h); of weights those of `heads` heads from `first_head` on,
+  // counted over the batch as well, and `rows` rows from `row_begin` on.
+  m.def("_tile_attend(" ATTN_EXT_TILE ") -> (Tensor output, Tensor lse)");
+  m.def("_tile_weights(" ATTN_EXT_TILE
+        ", Tensor lse, int first_head, int heads, int row_begin, int rows) -> Tensor");
+  m.def("_tile_grads(" ATTN_EXT_TILE
+        ", Tensor grad_output, Tensor output, Tensor lse, Tensor? grad_lse) -> (Tensor grad_query, Tensor "
+        "grad_key, Tensor grad_value, Tensor delta)");
   m.def(
       "_sdpa_backward(Tensor? grad_output, Tensor? grad_lse, Tensor? grad_weights, Tensor? "
       "grad_key_mass, " ATTN_EXT_TENSORS ", Tensor? output, Tensor lse, " ATTN_EXT_SCALARS

@@ -74,7 +74,7 @@ def test_dropout_is_accurate(case, op):
     with gpu_of("hopper") as called:
         assert_outputs_accurate(op, case.build(torch.bfloat16), dropout_seed=5)
         assert_gradients_accurate(op, case.build(torch.bfloat16), dropout_seed=5)
-    assert set(called) == {"_tile_lse", "_tile_weights"}
+    assert "_tile_attend" in called and all(name.startswith("_tile_") for name in called)
 
 
 def explain(query, key, value, **options):

@@ -60,27 +60,28 @@ SdpaOutputs forward_by_tiles(const SdpaArgs& args, const Plan& plan, SideOutputs
   const Problem& problem = plan.problem;
   const auto [batches, heads] = plan.dims.sizes();
   SdpaOutputs outputs;
-  at::Tensor lse;
   const bool has_sides = wanted.weights || wanted.key_mass;
   if (has_sides && problem.softcap == 0.0 && problem.dropout_p == 0.0) {  // the rest by a fused kernel
     outputs = forward(args, {}, /*wants_lse=*/true);
-    lse = of_shape(outputs.lse, {batches, heads, problem.query_len});
   } else {
-    lse = tile_lse(plan.tiles);
+    const TileOutputs made = tile_forward(plan.tiles);
+    FusedOutputs rows{made.output, made.lse};
     if (args.sinks.defined()) {
-      lse = at::logaddexp(lse, sinks_of(args, plan));
+      take_sinks(args, plan, rows);
     }
-    outputs.lse = of_shape(lse, problem.output_shape({problem.query_len}));
+    outputs.output = as_output(rows.output, problem);
+    outputs.lse = of_shape(rows.lse, problem.output_shape({problem.query_len}));
   }
-  const TileOutputs tiles = tile_forward(plan.tiles, lse, !outputs.output.defined(), wanted);
-  if (tiles.output.defined()) {
-    outputs.output = as_output(tiles.output, problem);
+  if (!has_sides) {
+    return outputs;
   }
+  const at::Tensor lse = of_shape(outputs.lse, {batches, heads, problem.query_len});
+  const TileSides sides = tile_sides(plan.tiles, lse, wanted);
   if (wanted.weights) {
-    outputs.weights = of_shape(tiles.weights, problem.output_shape({problem.query_len, problem.key_len}));
+    outputs.weights = of_shape(sides.weights, problem.output_shape({problem.query_len, problem.key_len}));
   }
   if (wanted.key_mass) {
-    outputs.key_mass = of_shape(tiles.key_mass, problem.output_shape({problem.key_len}));
+    outputs.key_mass = of_shape(sides.key_mass, problem.output_shape({problem.key_len}));
   }
   return outputs;
 }
@@ -205,17 +206,21 @@ SdpaInputs backward(const SdpaOutputs& grads, const SdpaArgs& args, const SavedO
   const at::Tensor output = *plan.dims.query_view(saved.output);
   const at::Tensor lse = of_shape(saved.lse, {batches, heads, problem.query_len}).contiguous();
   at::Tensor delta;
-  if (plan.backend == Backend::kTiles || wanted.sinks) {
-    delta = delta_of(grad_of_output(grads, plan), output, grads.lse);
-  }
   ViewGrads views;
   if (plan.is_fused()) {
     views = fused_grads(grads, plan, output, lse, wanted.attn_mask);
+    if (wanted.sinks) {
+      delta = delta_of(grad_of_output(grads, plan), output, grads.lse);
+    }
   } else {
     const TileCall& tiles = plan.tiles;
-    const at::Tensor grad_output = aligned(grad_of_output(grads, plan), tiles.value.size(-1));
-    const TileGrads of_tiles = tile_backward(tiles, grad_output, lse, delta);
-    views = {of_tiles.query, of_tiles.key, of_tiles.value, {}};
+    const int64_t dims = tiles.value.size(-1);
+    const at::Tensor grad_lse =
+        grads.lse.defined() ? of_shape(grads.lse, lse.sizes()).to(at::kFloat).contiguous() : at::Tensor();
+    const TileGrads made = tile_backward(tiles, aligned(grad_of_output(grads, plan), dims),
+                                         aligned(output, dims), lse, grad_lse);
+    views = {made.query, made.key, made.value, {}};
+    delta = made.delta;
   }
   const auto columns = [](const at::Tensor& grad, int64_t count) {
     return grad.size(-1) == count ? grad : grad.narrow(-1, 0, count);

@@ -1,4 +1,4 @@
-// A GPU for the kernels of csrc/cuda/device, in threads: blocks run one after the other, the 256 threads of a
+// A GPU for the kernels of csrc/cuda/device, in threads: blocks run one after the other, the threads of a
 // block at once, and what a warp does together waits for its lanes. The same words as
 // csrc/cuda/device/primitives.cu.
 #pragma once
@@ -18,20 +18,20 @@
 
 namespace gpu {
 
-constexpr int kThreads = 256, kLanes = 32, kWarps = kThreads / kLanes;
+constexpr int kLanes = 32, kMostWarps = 8;
 
 struct Warp {
   std::barrier<> barrier{kLanes};
   std::array<const void*, kLanes> addresses{};
   std::array<std::array<uint32_t, 6>, kLanes> numbers{};
-  std::array<float, kLanes> floats{};
+  std::array<uint32_t, kLanes> words{};
 };
 
 struct Block {
-  explicit Block(size_t shared_bytes) : shared(shared_bytes) {}
+  Block(int threads, size_t shared_bytes) : barrier(threads), shared(shared_bytes) {}
 
-  std::barrier<> barrier{kThreads};
-  std::array<Warp, kWarps> warps;
+  std::barrier<> barrier;
+  std::array<Warp, kMostWarps> warps;
   std::vector<unsigned char>
       shared;  // as large as a launch asks for, so that a sanitizer sees what is beyond
 };
@@ -51,25 +51,23 @@ inline int lane() {
 }
 
 /// Runs a kernel over a grid.
-inline void launch(Index grid, size_t shared_bytes, const std::function<void()>& kernel) {
-  for (int z = 0; z < grid.z; ++z) {
-    for (int y = 0; y < grid.y; ++y) {
-      for (int x = 0; x < grid.x; ++x) {
-        const auto state = std::make_unique<Block>(shared_bytes);
-        std::vector<std::thread> threads;
-        for (int t = 0; t < kThreads; ++t) {
-          threads.emplace_back([&, t] {
-            thread = {t, 0, 0};
-            block = {x, y, z};
-            running = state.get();
-            kernel();
-          });
-        }
-        for (std::thread& each : threads) {
-          each.join();
-        }
+inline void launch(Index grid, int threads_of_block, size_t shared_bytes,
+                   const std::function<void()>& kernel) {
+  const auto state = std::make_unique<Block>(threads_of_block, shared_bytes);
+  std::vector<std::thread> threads;
+  for (int t = 0; t < threads_of_block; ++t) {
+    threads.emplace_back([&, t] {
+      thread = {t, 0, 0};
+      running = state.get();
+      for (int i = 0; i < grid.x * grid.y * grid.z; ++i) {
+        block = {i % grid.x, i / grid.x % grid.y, i / (grid.x * grid.y)};
+        kernel();
+        state->barrier.arrive_and_wait();
       }
-    }
+    });
+  }
+  for (std::thread& each : threads) {
+    each.join();
   }
 }
 
@@ -114,7 +112,7 @@ inline uint16_t to_bfloat16(float number) {
 
 // The words of CUDA.
 
-#define __device__ inline
+#define DEVICE inline
 #define KERNEL(blocks) inline void
 #define threadIdx ::gpu::thread
 #define blockIdx ::gpu::block
@@ -128,13 +126,14 @@ inline void __syncthreads() {
   gpu::running->barrier.arrive_and_wait();
 }
 
-inline float __shfl_xor_sync(unsigned, float number, int other) {
+template <class Word>
+Word __shfl_xor_sync(unsigned, Word word, int other) {
   gpu::Warp& warp = gpu::warp();
-  warp.floats[gpu::lane()] = number;
+  warp.words[gpu::lane()] = std::bit_cast<uint32_t>(word);
   warp.barrier.arrive_and_wait();
-  const float result = warp.floats[gpu::lane() ^ other];
+  const uint32_t result = warp.words[gpu::lane() ^ other];
   warp.barrier.arrive_and_wait();
-  return result;
+  return std::bit_cast<Word>(result);
 }
 
 inline float __expf(float x) {

@@ -1,7 +1,15 @@
-// csrc/cuda/device/primitives.cu, by gpu.h; read after weights_params.h, once for each IS_BFLOAT16.
+// csrc/cuda/device/primitives.cu, by gpu.h; read after tile_params.h, once for each IS_BFLOAT16.
 
 inline u16* shared_memory() {
   return reinterpret_cast<u16*>(gpu::running->shared.data());
+}
+
+inline u64 wide_product(u32 a, u32 b) {
+  return static_cast<u64>(a) * b;
+}
+
+inline u32 address_of(const void* shared) {
+  return static_cast<u32>(static_cast<const u8*>(shared) - gpu::running->shared.data());
 }
 
 inline void copy_16_bytes(u16* to, const u16* from, int there) {
@@ -10,6 +18,10 @@ inline void copy_16_bytes(u16* to, const u16* from, int there) {
   } else {
     std::memset(to, 0, 16);
   }
+}
+
+inline void copy_4_bytes(float* to, const float* from, int there) {
+  *to = there ? *from : 0.0F;
 }
 
 inline void wait_for_copies() {}
@@ -23,16 +35,31 @@ inline u32 pack(float low, float high) {
   return narrow(low) | narrow(high) << 16;
 }
 
-inline void load_matrices(u32 (&r)[4], const u16* shared) {
+/// A lane gets of each matrix two numbers, of what `row` and `column` of a pair name for it.
+template <class Row, class Column>
+void load_four(u32 (&r)[4], const u16* shared, Row row, Column column) {
   gpu::Warp& warp = gpu::warp();
-  const int lane = gpu::lane();
-  warp.addresses[lane] = shared;
+  warp.addresses[gpu::lane()] = shared;
   warp.barrier.arrive_and_wait();
   for (int matrix = 0; matrix < 4; ++matrix) {
-    const auto* row = static_cast<const u16*>(warp.addresses[matrix * 8 + lane / 4]);
-    r[matrix] = row[lane % 4 * 2] | static_cast<u32>(row[lane % 4 * 2 + 1]) << 16;
+    const auto number = [&](int i) -> u32 {
+      return static_cast<const u16*>(warp.addresses[matrix * 8 + row(i)])[column(i)];
+    };
+    r[matrix] = number(0) | number(1) << 16;
   }
   warp.barrier.arrive_and_wait();
+}
+
+inline void load_matrices(u32 (&r)[4], const u16* shared) {
+  const int lane = gpu::lane();
+  load_four(
+      r, shared, [&](int) { return lane / 4; }, [&](int i) { return lane % 4 * 2 + i; });
+}
+
+inline void load_matrices_transposed(u32 (&r)[4], const u16* shared) {
+  const int lane = gpu::lane();
+  load_four(
+      r, shared, [&](int i) { return lane % 4 * 2 + i; }, [&](int) { return lane / 4; });
 }
 
 /// A lane has of a the rows g and g + 8 at columns 2 t, 2 t + 1 and 8 beyond, of b the columns g at rows of

@@ -7,35 +7,41 @@
 #include <random>
 #include <string>
 
+// What gpu_kernels.h makes of each is a namespace with all kernels.
+#define HELD 128
+#define WITH_DROPOUT 1
 #define HEAD_DIM 32
 #define VALUE_DIM 16
 #define IS_BFLOAT16 1
-#define WITH_GRADIENTS 1
-namespace bfloat16_with_gradients {
-#include "../../csrc/cuda/device/weights_params.h"
-
-#include "gpu_primitives.h"
-
-#include "../../csrc/cuda/device/weights.cu"
-}  // namespace bfloat16_with_gradients
+#define BUFFERS 2
+#define WITH_WGMMA 0
+namespace bfloat16 {
+#include "gpu_kernels.h"
+}  // namespace bfloat16
 #undef IS_BFLOAT16
+#undef BUFFERS
+#undef HEAD_DIM
+#undef VALUE_DIM
+#define HEAD_DIM 48
+#define VALUE_DIM 80
 #define IS_BFLOAT16 0
-namespace half_with_gradients {
-#include "../../csrc/cuda/device/weights_params.h"
-
-#include "gpu_primitives.h"
-
-#include "../../csrc/cuda/device/weights.cu"
-}  // namespace half_with_gradients
-#undef WITH_GRADIENTS
-#define WITH_GRADIENTS 0
+#define BUFFERS 1
 namespace half {
-#include "../../csrc/cuda/device/weights_params.h"
-
-#include "gpu_primitives.h"
-
-#include "../../csrc/cuda/device/weights.cu"
+#include "gpu_kernels.h"
 }  // namespace half
+#undef HELD
+#undef HEAD_DIM
+#undef VALUE_DIM
+#undef BUFFERS
+#undef WITH_WGMMA
+#define HELD 64
+#define HEAD_DIM 64
+#define VALUE_DIM 128
+#define BUFFERS 2
+#define WITH_WGMMA 1
+namespace hopper {
+#include "gpu_kernels.h"
+}  // namespace hopper
 
 namespace {
 
@@ -57,17 +63,17 @@ const std::vector<Case> kCases{
     {"window over tiles", 1, 1, 1, 300, 300, -20, 5},
     {"rows that see nothing", 1, 1, 1, 150, 140, -1000000, -30},
     {"softcap", 1, 2, 1, 60, 90, -1000000, 1000000, 2.0F},
+    {"softcap of whole tiles", 1, 1, 1, 128, 192, -1000000, 1000000, 2.0F},
     {"bool mask", 1, 2, 1, 60, 90, -1000000, 1000000, 0.0F, 1},
     {"bias of half precision", 1, 2, 1, 60, 90, -1000000, 1000000, 0.0F, 2},
     {"bias of float and softcap", 1, 2, 1, 60, 90, -1000000, 1000000, 3.0F, 3},
     {"dropout", 2, 3, 1, 50, 200, -1000000, 1000000, 0.0F, 0, 0.3},
+    {"dropout of whole tiles", 1, 1, 1, 128, 128, -1000000, 1000000, 0.0F, 0, 0.3},
     {"all dropped", 1, 1, 1, 20, 30, -1000000, 1000000, 0.0F, 0, 1.0},
     {"far band", 1, 1, 1, 20, 30, -2147483647 - 1, 2147483647},
     {"wide softcap", 1, 1, 1, 40, 60, -1000000, 1000000, 1e6F},
     {"a part", 2, 4, 2, 300, 130, -1000000, 1000000, 0.0F, 0, 0.0, 2, 4, 128, 128},
 };
-
-constexpr int kHeadDim = HEAD_DIM, kValueDim = VALUE_DIM;
 
 /// As csrc/aten/dropout.cpp has it.
 uint32_t draw(uint64_t seed, uint32_t batch, uint32_t head, uint32_t row, uint32_t column) {
@@ -94,162 +100,317 @@ void expect_near(const Case& one, const char* what, double actual, double expect
   }
 }
 
-/// Both kernels over a case, with `params` of a namespace of its own.
-template <class Params, class Narrow, class Widen>
-void run(const Case& one, bool with_gradients, Narrow narrow, Widen widen, void (*row_sums)(Params),
-         void (*weights)(Params)) {
-  const int all = one.batches * one.heads, keys_of = all / one.group;
-  const int heads = one.heads_of_launch == 0 ? all : one.heads_of_launch;
-  const int rows = one.rows == 0 ? one.query_len : one.rows;
-  std::mt19937 random(1);
-  std::normal_distribution<float> normal;
-  const auto fill = [&](size_t count) {
-    std::vector<uint16_t> numbers(count);
-    std::generate(numbers.begin(), numbers.end(), [&] { return narrow(normal(random)); });
-    return numbers;
-  };
-  const auto lines = static_cast<size_t>(all) * one.query_len,
-             key_lines = static_cast<size_t>(keys_of) * one.key_len;
-  const auto query = fill(lines * kHeadDim), key = fill(key_lines * kHeadDim),
-             value = fill(key_lines * kValueDim), grad = fill(lines * kValueDim);
-  const auto half_bias = fill(lines * one.key_len);
-  std::vector<float> float_bias(half_bias.size()), lse(lines), delta(lines);
-  std::vector<uint8_t> bool_bias(half_bias.size());
-  for (size_t i = 0; i < half_bias.size(); ++i) {
-    float_bias[i] = widen(half_bias[i]);
-    bool_bias[i] = float_bias[i] > 0.0F;
-  }
-  std::generate(delta.begin(), delta.end(), [&] { return normal(random); });
-  const auto scores = static_cast<size_t>(heads) * rows * one.key_len;
-  std::vector<uint16_t> made(scores, narrow(7.0F)), grads(scores, narrow(7.0F));
-  const long long seed = 0x123456789abcdefLL;
+/// Numbers of half precision.
+struct Format {
+  uint16_t (*narrow)(float);
+  float (*widen)(uint16_t);
+  double step;  // of rounding, with room for a few of them
+};
 
-  Params p{};
-  p.query = query.data();
-  p.key = key.data();
-  p.value = value.data();
-  p.grad_output = grad.data();
-  const auto strides = [](auto& to, long long all_heads, long long len, long long dim) {
-    to[0] = all_heads * len * dim;
-    to[1] = len * dim;
-    to[2] = dim;
-  };
-  strides(p.query_strides, one.heads, one.query_len, kHeadDim);
-  strides(p.key_strides, one.heads / one.group, one.key_len, kHeadDim);
-  strides(p.value_strides, one.heads / one.group, one.key_len, kValueDim);
-  strides(p.grad_output_strides, one.heads, one.query_len, kValueDim);
-  strides(p.bias_strides, one.heads, one.query_len, one.key_len);
-  p.bias_strides[3] = 1;
-  p.bias_kind = one.bias_kind;
-  p.bias = one.bias_kind == 1   ? static_cast<const void*>(bool_bias.data())
-           : one.bias_kind == 2 ? static_cast<const void*>(half_bias.data())
-                                : static_cast<const void*>(float_bias.data());
-  p.lse = lse.data();
-  p.delta = with_gradients ? delta.data() : nullptr;
-  p.row_sums = lse.data();
-  p.weights = made.data();
-  p.grad_scores = grads.data();
-  p.heads = one.heads;
-  p.group = one.group;
-  p.query_len = one.query_len;
-  p.key_len = one.key_len;
-  p.rows = one.query_len;
-  p.low = one.low;
-  p.high = one.high;
-  p.scale = 0.3F;
-  p.softcap = one.softcap;
-  p.capped_scale = one.softcap > 0.0F ? 2.0F * p.scale / one.softcap : 0.0F;
-  if (one.dropout_p > 0.0) {
-    p.seed = &seed;
-    p.threshold = static_cast<unsigned long long>(std::ldexp(one.dropout_p, 32));
-    p.kept = one.dropout_p < 1.0 ? static_cast<float>(1.0 / (1.0 - one.dropout_p)) : 0.0F;
+constexpr Format kBfloat16{&gpu::to_bfloat16, &gpu::from_bfloat16, 0.01};
+constexpr Format kHalf{&gpu::to_half, &gpu::from_half, 0.002};
+
+/// What a kernel is compiled for.
+struct Compiled {
+  const Format& format;
+  int held, head_dim, value_dim, pad, buffers;
+
+  int threads() const { return 2 * held; }
+  int blocks(int lines) const { return (lines + held - 1) / held; }
+
+  size_t tile_bytes(size_t lines, size_t columns) const { return lines * (columns + pad) * 2; }
+  size_t passing_bytes() const { return tile_bytes(64, head_dim) + tile_bytes(64, value_dim); }
+  size_t held_bytes() const { return tile_bytes(held, head_dim) + tile_bytes(held, value_dim); }
+};
+
+constexpr Compiled kOfBfloat16{kBfloat16, 128, 32, 16, 8, 2}, kOfHalf{kHalf, 128, 48, 80, 8, 1},
+    kOfHopper{kHalf, 64, 64, 128, 0, 2};
+
+/// What a case takes, and what is right.
+struct Data {
+  Data(const Case& one_case, const Compiled& its_kernels)
+      : one(one_case),
+        compiled(its_kernels),
+        format(its_kernels.format),
+        head_dim(its_kernels.head_dim),
+        value_dim(its_kernels.value_dim),
+        scale(1.7F / std::sqrt(static_cast<float>(its_kernels.head_dim))),
+        heads(one.batches * one.heads),
+        lines(static_cast<size_t>(heads) * one.query_len),
+        key_lines(static_cast<size_t>(heads / one.group) * one.key_len),
+        query(fill(lines * head_dim)),
+        key(fill(key_lines * head_dim)),
+        value(fill(key_lines * value_dim)),
+        grad(fill(lines * value_dim)),
+        half_bias(fill(lines * one.key_len)) {
+    for (const uint16_t number : half_bias) {
+      float_bias.push_back(format.widen(number));
+      bool_bias.push_back(float_bias.back() > 0.0F);
+    }
+    for (size_t i = 0; i < lines; ++i) {
+      grad_lse.push_back(normal(random));
+    }
+    solve();
   }
-  const auto tiles = [](int length) { return (length + 127) / 128; };
-  constexpr size_t kTileBytes = 128 * (kHeadDim + 8) * 2, kValueBytes = 128 * (kValueDim + 8) * 2;
-  gpu::launch({1, tiles(one.query_len), all}, 2 * kTileBytes, [&] { row_sums(p); });
+
+  std::vector<uint16_t> fill(size_t count) {
+    std::vector<uint16_t> numbers(count);
+    std::generate(numbers.begin(), numbers.end(), [&] { return format.narrow(normal(random)); });
+    return numbers;
+  }
+
+  double dot(const std::vector<uint16_t>& left, size_t left_line, const std::vector<uint16_t>& right,
+             size_t right_line, int dims) const {
+    double sum = 0.0;
+    for (int d = 0; d < dims; ++d) {
+      sum += static_cast<double>(format.widen(left[left_line * dims + d])) *
+             format.widen(right[right_line * dims + d]);
+    }
+    return sum;
+  }
+
+  /// `to` += factor times a line of `from`.
+  void add(std::vector<double>& to, size_t to_line, const std::vector<uint16_t>& from, size_t from_line,
+           int dims, double factor) const {
+    for (int d = 0; d < dims; ++d) {
+      to[to_line * dims + d] += factor * format.widen(from[from_line * dims + d]);
+    }
+  }
+
+  void solve() {
+    lse.resize(lines);
+    weights.resize(lines * one.key_len);
+    output.resize(lines * value_dim);
+    saved_output.resize(output.size());
+    grad_query.resize(lines * head_dim);
+    grad_key.resize(key_lines * head_dim);
+    grad_value.resize(key_lines * value_dim);
+    for (size_t line = 0; line < lines; ++line) {
+      solve(line);
+    }
+  }
+
+  void solve(size_t line) {
+    const int head = static_cast<int>(line / one.query_len), row = static_cast<int>(line % one.query_len);
+    const size_t keys = static_cast<size_t>(head / one.group) * one.key_len;
+    std::vector<double> score(one.key_len), slope(one.key_len, 1.0);
+    double sum = 0.0;
+    for (int j = 0; j < one.key_len; ++j) {
+      score[j] = dot(query, line, key, keys + j, head_dim) * scale;
+      if (one.softcap > 0.0F) {
+        const double tanh = std::tanh(score[j] / one.softcap);
+        score[j] = one.softcap * tanh;
+        slope[j] = 1.0 - tanh * tanh;
+      }
+      const size_t place = line * one.key_len + j;
+      const bool hidden =
+          j - row < one.low || j - row > one.high || (one.bias_kind == 1 && !bool_bias[place]);
+      score[j] = hidden ? -std::numeric_limits<double>::infinity()
+                        : score[j] + (one.bias_kind >= 2 ? float_bias[place] : 0.0F);
+      sum += std::exp(score[j]);
+    }
+    lse[line] = static_cast<float>(std::log(sum));
+    for (int j = 0; j < one.key_len; ++j) {
+      const double applied = weight_of(score[j], sum) * multiplier(head, row, j);
+      weights[line * one.key_len + j] = applied;
+      add(output, line, value, keys + j, value_dim, applied);
+    }
+    double delta = -grad_lse[line];
+    for (int d = 0; d < value_dim; ++d) {
+      saved_output[line * value_dim + d] = format.narrow(static_cast<float>(output[line * value_dim + d]));
+      delta += static_cast<double>(format.widen(saved_output[line * value_dim + d])) *
+               format.widen(grad[line * value_dim + d]);
+    }
+    for (int j = 0; j < one.key_len; ++j) {
+      const double weight = weight_of(score[j], sum), applied = weight * multiplier(head, row, j);
+      const double grad_weight = dot(grad, line, value, keys + j, value_dim) * multiplier(head, row, j);
+      const double grad_score = weight * (grad_weight - delta) * slope[j];
+      add(grad_query, line, key, keys + j, head_dim, grad_score * scale);
+      add(grad_key, keys + j, query, line, head_dim, grad_score * scale);
+      add(grad_value, keys + j, grad, line, value_dim, applied);
+    }
+  }
+
+  static double weight_of(double score, double sum) { return sum == 0.0 ? 0.0 : std::exp(score) / sum; }
+
+  double multiplier(int head, int row, int column) const {
+    if (one.dropout_p == 0.0) {
+      return 1.0;
+    }
+    const uint32_t drawn = draw(static_cast<uint64_t>(seed), head / one.heads, head % one.heads, row, column);
+    return drawn >= std::ldexp(one.dropout_p, 32) ? 1.0 / (1.0 - one.dropout_p) : 0.0;
+  }
+
+  /// With all inputs; of what is made nothing.
+  template <class Params>
+  Params params() const {
+    Params p{};
+    p.query = query.data();
+    p.key = key.data();
+    p.value = value.data();
+    p.grad_output = grad.data();
+    const auto strides = [](auto& to, long long all_heads, long long len, long long dim) {
+      to[0] = all_heads * len * dim;
+      to[1] = len * dim;
+      to[2] = dim;
+    };
+    strides(p.query_strides, one.heads, one.query_len, head_dim);
+    strides(p.key_strides, one.heads / one.group, one.key_len, head_dim);
+    strides(p.value_strides, one.heads / one.group, one.key_len, value_dim);
+    strides(p.grad_output_strides, one.heads, one.query_len, value_dim);
+    strides(p.saved_output_strides, one.heads, one.query_len, value_dim);
+    strides(p.bias_strides, one.heads, one.query_len, one.key_len);
+    p.bias_strides[3] = 1;
+    p.bias_kind = one.bias_kind;
+    p.bias = one.bias_kind == 1   ? static_cast<const void*>(bool_bias.data())
+             : one.bias_kind == 2 ? static_cast<const void*>(half_bias.data())
+                                  : static_cast<const void*>(float_bias.data());
+    p.lse = lse.data();
+    p.saved_output = saved_output.data();
+    p.grad_lse = grad_lse.data();
+    p.batches = one.batches;
+    p.heads = one.heads;
+    p.heads_together = 2;
+    p.group = one.group;
+    p.query_len = one.query_len;
+    p.key_len = one.key_len;
+    p.low = one.low;
+    p.high = one.high;
+    p.scale = scale;
+    p.softcap = one.softcap;
+    if (one.dropout_p > 0.0) {
+      p.seed = &seed;
+      p.threshold = static_cast<unsigned>(std::min(std::ldexp(one.dropout_p, 32), 4294967295.0));
+      p.kept = one.dropout_p < 1.0 ? static_cast<float>(1.0 / (1.0 - one.dropout_p)) : 0.0F;
+    }
+    return p;
+  }
+
+  /// Numbers that are sums of many are as exact as the largest of them.
+  void expect_sums(const char* what, const std::vector<uint16_t>& made,
+                   const std::vector<double>& right) const {
+    double largest = 1.0;
+    for (const double number : right) {
+      largest = std::max(largest, std::fabs(number));
+    }
+    expect(what, made, right, largest);
+  }
+
+  void expect(const char* what, const std::vector<uint16_t>& made, const std::vector<double>& right,
+              double least) const {
+    for (size_t i = 0; i < right.size(); ++i) {
+      expect_near(one, what, format.widen(made[i]), right[i],
+                  format.step * std::max(std::fabs(right[i]), least));
+    }
+  }
+
+  std::mt19937 random{1};
+  std::normal_distribution<float> normal;
+  const Case& one;
+  const Compiled& compiled;
+  const Format& format;
+  int head_dim, value_dim;
+  float scale;
+  int heads;
+  size_t lines, key_lines;
+  std::vector<uint16_t> query, key, value, grad, half_bias;
+  std::vector<float> float_bias, lse, grad_lse;
+  std::vector<uint16_t> saved_output;  // as attend would have stored it
+  std::vector<uint8_t> bool_bias;
+  const long long seed = 0x123456789abcdefLL;
+  std::vector<double> weights, output, grad_query, grad_key, grad_value;
+};
+
+template <class Params>
+void test_attend(const Data& data, void (*attend)(Params)) {
+  const Case& one = data.one;
+  std::vector<uint16_t> output(data.output.size(), data.format.narrow(7.0F));
+  std::vector<float> lse(data.lines, 7.0F);
+  auto p = data.params<Params>();
+  p.output = output.data();
+  p.made_lse = lse.data();
+  const Compiled& compiled = data.compiled;
+  gpu::launch({compiled.blocks(one.query_len) * data.heads, 1, 1}, compiled.threads(),
+              compiled.tile_bytes(compiled.held, data.head_dim) + compiled.buffers * compiled.passing_bytes(),
+              [&] { attend(p); });
+  for (size_t line = 0; line < data.lines; ++line) {
+    expect_near(one, "lse", lse[line], data.lse[line], 1e-4);
+  }
+  data.expect_sums("an output", output, data.output);
+}
+
+template <class Params>
+void test_weights(const Data& data, void (*weights)(Params)) {
+  const Case& one = data.one;
+  const int heads = one.heads_of_launch == 0 ? data.heads : one.heads_of_launch;
+  const int rows = one.rows == 0 ? one.query_len : one.rows;
+  std::vector<uint16_t> made(static_cast<size_t>(heads) * rows * one.key_len, data.format.narrow(7.0F));
+  auto p = data.params<Params>();
+  p.weights = made.data();
   p.first_head = one.first_head;
   p.row_begin = one.row_begin;
   p.rows = rows;
-  gpu::launch({tiles(one.key_len), tiles(rows), heads},
-              std::max(2 * kTileBytes + (with_gradients ? 2 * kValueBytes : 0), size_t{128 * 136 * 2}),
+  const Compiled& compiled = data.compiled;
+  gpu::launch({(one.key_len + 511) / 512, compiled.blocks(rows), heads}, compiled.threads(),
+              compiled.tile_bytes(compiled.held, data.head_dim) + 2 * compiled.tile_bytes(64, data.head_dim),
               [&] { weights(p); });
-
-  const double step = narrow(1.0F) == 0x3f80 ? 0.01 : 0.002;  // of bfloat16's rounding, and half's
+  std::vector<double> right;
   for (int head = 0; head < heads; ++head) {
-    for (int r = 0; r < rows; ++r) {
-      const int n_h = one.first_head + head, row = one.row_begin + r;
-      const size_t line = static_cast<size_t>(n_h) * one.query_len + row;
-      std::vector<double> score(one.key_len), slope(one.key_len);
-      double sum = 0.0;
-      for (int j = 0; j < one.key_len; ++j) {
-        const size_t key_line = static_cast<size_t>(n_h / one.group) * one.key_len + j;
-        double product = 0.0;
-        for (int d = 0; d < kHeadDim; ++d) {
-          product +=
-              static_cast<double>(widen(query[line * kHeadDim + d])) * widen(key[key_line * kHeadDim + d]);
-        }
-        score[j] = product * 0.3F;
-        slope[j] = 1.0;
-        if (one.softcap > 0.0F) {
-          const double tanh = std::tanh(score[j] / one.softcap);
-          score[j] = one.softcap * tanh;
-          slope[j] = 1.0 - tanh * tanh;
-        }
-        const size_t place = line * one.key_len + j;
-        const bool hidden =
-            j - row < one.low || j - row > one.high || (one.bias_kind == 1 && !bool_bias[place]);
-        score[j] = hidden ? -std::numeric_limits<double>::infinity()
-                          : score[j] + (one.bias_kind >= 2 ? float_bias[place] : 0.0F);
-        sum += std::exp(score[j]);
-      }
-      expect_near(one, "lse", lse[line], std::log(sum), 1e-4);
-      for (int j = 0; j < one.key_len; ++j) {
-        const size_t key_line = static_cast<size_t>(n_h / one.group) * one.key_len + j;
-        const size_t at = (static_cast<size_t>(head) * rows + r) * one.key_len + j;
-        const double weight = sum == 0.0 ? 0.0 : std::exp(score[j]) / sum;
-        double multiplier = 1.0;
-        if (p.seed != nullptr) {
-          const auto drawn = draw(static_cast<uint64_t>(seed), n_h / one.heads, n_h % one.heads, row, j);
-          multiplier = drawn >= p.threshold ? p.kept : 0.0;
-        }
-        expect_near(one, "a weight", widen(made[at]), weight * multiplier,
-                    step * std::max(weight * multiplier, 1e-4));
-        if (with_gradients) {
-          double grad_weight = 0.0;
-          for (int d = 0; d < kValueDim; ++d) {
-            grad_weight += static_cast<double>(widen(grad[line * kValueDim + d])) *
-                           widen(value[key_line * kValueDim + d]);
-          }
-          const double expected = weight * (grad_weight * multiplier - delta[line]) * slope[j];
-          expect_near(one, "a gradient", widen(grads[at]), expected,
-                      step * std::max(std::fabs(expected), 1e-3));
-        }
-      }
-    }
+    const auto begin =
+        data.weights.begin() +
+        (static_cast<long>(one.first_head + head) * one.query_len + one.row_begin) * one.key_len;
+    right.insert(right.end(), begin, begin + static_cast<long>(rows) * one.key_len);
   }
+  data.expect("a weight", made, right, 1e-4);
+}
+
+template <class Params>
+void test_grads(const Data& data, void (*grad_query)(Params), void (*grad_keys)(Params)) {
+  const Case& one = data.one;
+  const uint16_t nothing = data.format.narrow(7.0F);
+  std::vector<uint16_t> query(data.query.size(), nothing), key(data.key.size(), nothing),
+      value(data.value.size(), nothing);
+  std::vector<float> delta(data.lines);
+  auto p = data.params<Params>();
+  p.delta = delta.data();
+  p.grad_query = query.data();
+  p.grad_key = key.data();
+  p.grad_value = value.data();
+  const Compiled& compiled = data.compiled;
+  const size_t bytes = compiled.held_bytes() + 2 * compiled.passing_bytes();
+  gpu::launch({compiled.blocks(one.query_len) * data.heads, 1, 1}, compiled.threads(), bytes,
+              [&] { grad_query(p); });
+  gpu::launch({compiled.blocks(one.key_len) * data.heads / one.group, 1, 1}, compiled.threads(),
+              bytes + 2 * 2 * 64 * sizeof(float), [&] { grad_keys(p); });
+  data.expect_sums("a gradient of the query", query, data.grad_query);
+  data.expect_sums("a gradient of a key", key, data.grad_key);
+  data.expect_sums("a gradient of a value", value, data.grad_value);
 }
 
 /// A row of NaN is no row that sees nothing.
 void expect_nan() {
-  std::vector<uint16_t> numbers(4 * kHeadDim, gpu::to_half(1.0F)), made(4);
+  constexpr int kHeadDim = kOfHalf.head_dim, kValueDim = kOfHalf.value_dim;
+  std::vector<uint16_t> numbers(4 * kHeadDim, gpu::to_half(1.0F)), made(4), output(2 * kValueDim);
   std::fill(numbers.begin(), numbers.begin() + kHeadDim, gpu::to_half(std::nanf("")));
   std::vector<float> lse(2);
-  half::WeightsParams p{};
+  half::TileParams p{};
   p.query = numbers.data();
-  p.key = numbers.data() + 2 * kHeadDim;
-  p.query_strides[2] = p.key_strides[2] = kHeadDim;
-  p.lse = p.row_sums = lse.data();
+  p.key = p.value = numbers.data() + 2 * kHeadDim;
+  p.query_strides[2] = p.key_strides[2] = p.value_strides[2] = kHeadDim;
+  p.lse = p.made_lse = lse.data();
   p.weights = made.data();
-  p.heads = p.group = 1;
+  p.output = output.data();
+  p.batches = p.heads = p.heads_together = p.group = 1;
   p.query_len = p.key_len = p.rows = 2;
   p.low = -2;
   p.high = 2;
   p.scale = 1.0F;
-  constexpr size_t kBytes = 128 * 136 * 2;
-  gpu::launch({1, 1, 1}, kBytes, [&] { half::row_sums(p); });
-  gpu::launch({1, 1, 1}, kBytes, [&] { half::weights(p); });
-  const bool shows = std::isnan(lse[0]) && std::isnan(gpu::from_half(made[0])) && std::isfinite(lse[1]) &&
-                     gpu::from_half(made[2]) == 0.5F;
+  const size_t kBytes = 3 * kOfHalf.tile_bytes(128, kHeadDim);
+  gpu::launch({1, 1, 1}, kOfHalf.threads(), kBytes, [&] { half::attend(p); });
+  gpu::launch({1, 1, 1}, kOfHalf.threads(), kBytes, [&] { half::weights(p); });
+  const bool shows = std::isnan(lse[0]) && std::isnan(gpu::from_half(made[0])) &&
+                     std::isnan(gpu::from_half(output[0])) && std::isfinite(lse[1]) &&
+                     gpu::from_half(made[2]) == 0.5F && gpu::from_half(output[kValueDim]) == 1.0F;
   if (!shows) {
     ++failures;
     std::printf("NaN: lse %g %g, weights %g %g\n", lse[0], lse[1], gpu::from_half(made[0]),
@@ -257,17 +418,24 @@ void expect_nan() {
   }
 }
 
+template <class Params>
+void test(const Case& one, const Compiled& compiled, void (*attend)(Params), void (*weights)(Params),
+          void (*grad_query)(Params), void (*grad_keys)(Params)) {
+  const Data data(one, compiled);
+  test_attend(data, attend);
+  test_weights(data, weights);
+  test_grads(data, grad_query, grad_keys);
+}
+
 }  // namespace
 
 int main() {
   expect_nan();
   for (const Case& one : kCases) {
-    run<bfloat16_with_gradients::WeightsParams>(one, true, gpu::to_bfloat16, gpu::from_bfloat16,
-                                                bfloat16_with_gradients::row_sums,
-                                                bfloat16_with_gradients::weights);
-    run<half_with_gradients::WeightsParams>(one, true, gpu::to_half, gpu::from_half,
-                                            half_with_gradients::row_sums, half_with_gradients::weights);
-    run<half::WeightsParams>(one, false, gpu::to_half, gpu::from_half, half::row_sums, half::weights);
+    test(one, kOfBfloat16, &bfloat16::attend, &bfloat16::weights, &bfloat16::grad_query,
+         &bfloat16::grad_keys);
+    test(one, kOfHalf, &half::attend, &half::weights, &half::grad_query, &half::grad_keys);
+    test(one, kOfHopper, &hopper::attend, &hopper::weights, &hopper::grad_query, &hopper::grad_keys);
     std::printf("%s: done, %d failures so far\n", one.name.c_str(), failures);
   }
   return failures == 0 ? EXIT_SUCCESS : EXIT_FAILURE;

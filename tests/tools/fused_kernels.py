@@ -199,33 +199,57 @@ def tile_scores(query, key, mask, scale, softcap, low, high):
     return s.masked_fill((j < i + low) | (j > i + high), -math.inf), slope
 
 
-def tile_lse(query, key, mask, scale, softcap, low, high):
-    return tile_scores(query, key, mask, scale, softcap, low, high)[0].logsumexp(-1)
+def tile_multiplier(seed, dropout_p, s):
+    if seed is None:
+        return torch.ones_like(s)
+    kept = 1 / (1 - dropout_p) if dropout_p < 1 else 0.0
+    return reference.dropout_keep(seed, dropout_p, s.shape) * kept
 
 
-def tile_weights(query, key, value, grad_output, mask, seed, lse, delta, scale, softcap, dropout_p, low, high,
-                 first_head, heads, row_begin, rows):  # fmt: skip
-    s, slope = tile_scores(query, key, mask, scale, softcap, low, high)
+def weights_from(s: Tensor, lse: Tensor) -> Tensor:
     assert lse.is_contiguous() and lse.shape == s.shape[:3] and lse.dtype == torch.float32
-    hidden = s.isneginf() | lse.isneginf().unsqueeze(-1)
-    weights = (s - lse.unsqueeze(-1)).exp().masked_fill(hidden, 0)
-    multiplier = torch.ones(())
-    if seed is not None:
-        kept = 1 / (1 - dropout_p) if dropout_p < 1 else 0.0
-        multiplier = reference.dropout_keep(seed, dropout_p, s.shape) * kept
+    return (s - lse.unsqueeze(-1)).exp().masked_fill(s.isneginf() | lse.isneginf().unsqueeze(-1), 0)
 
-    def of_launch(t: Tensor) -> Tensor:
-        part = t.flatten(0, 1)[first_head : first_head + heads, row_begin : row_begin + rows]
-        return part.to(query.dtype).contiguous()
 
-    applied = of_launch(weights * multiplier)
-    if grad_output is None:
-        return applied, torch.empty(0)
-    assert delta.is_contiguous() and all(map(is_aligned, (value, grad_output)))
-    assert value.shape[-1] == grad_output.shape[-1] and value.shape[-1] % 16 == 0
-    d_weights = grad_output.float() @ spread(value, query).float().mT * multiplier
-    d_scores = (weights * (d_weights - delta.unsqueeze(-1)) * slope).masked_fill(hidden, 0)
-    return applied, of_launch(d_scores)
+def tile_attend(query, key, value, mask, seed, scale, softcap, dropout_p, low, high):
+    assert is_aligned(value) and value.shape[-1] % 16 == 0 and value.shape[-1] <= 128
+    s = tile_scores(query, key, mask, scale, softcap, low, high)[0]
+    lse = s.logsumexp(-1)
+    weights = weights_from(s, lse) * tile_multiplier(seed, dropout_p, s)
+    return (weights @ spread(value, query).float()).to(query.dtype), lse
+
+
+def tile_weights(query, key, value, mask, seed, scale, softcap, dropout_p, low, high, lse, first_head, heads,
+                 row_begin, rows):  # fmt: skip
+    s = tile_scores(query, key, mask, scale, softcap, low, high)[0]
+    weights = (weights_from(s, lse) * tile_multiplier(seed, dropout_p, s)).flatten(0, 1)
+    part = weights[first_head : first_head + heads, row_begin : row_begin + rows]
+    return part.to(query.dtype).contiguous()
+
+
+def tile_grads(query, key, value, mask, seed, scale, softcap, dropout_p, low, high, grad_output, output,
+               lse, grad_lse):  # fmt: skip
+    assert all(map(is_aligned, (value, grad_output, output)))
+    assert value.shape[-1] == grad_output.shape[-1] == output.shape[-1] and value.shape[-1] % 16 == 0
+    s, slope = tile_scores(query, key, mask, scale, softcap, low, high)
+    weights, multiplier = weights_from(s, lse), tile_multiplier(seed, dropout_p, s)
+    grad = grad_output.float()
+    delta = torch.where(output == 0, 0.0, grad * output).sum(-1)
+    if grad_lse is not None:
+        assert grad_lse.is_contiguous() and grad_lse.shape == lse.shape and grad_lse.dtype == torch.float32
+        delta = delta - grad_lse
+    d_weights = grad @ spread(value, query).float().mT * multiplier
+    d_scores = (weights * (d_weights - delta.unsqueeze(-1)) * slope).masked_fill(s.isneginf(), 0) * scale
+
+    def of_keys(grads: Tensor) -> Tensor:
+        return grads.unflatten(1, (key.shape[1], -1)).sum(2).to(key.dtype)
+
+    return (
+        (d_scores @ spread(key, query).float()).to(query.dtype),
+        of_keys(d_scores.mT @ query.float()),
+        of_keys((weights * multiplier).mT @ grad),
+        delta,
+    )
 
 
 def choice(allowed: tuple[int, ...], math_is_allowed: bool) -> Any:
@@ -287,8 +311,12 @@ def on_gpu(*allowed: int, tiles: bool = True, math: bool = True) -> Iterator[lis
         for name, kernel in kernels.items():
             aten.impl(name, noting(name, kernel), "CPU", allow_override=True)
         if tiles:
-            own.impl("_tile_lse", noting("_tile_lse", tile_lse), "CPU")
-            own.impl("_tile_weights", noting("_tile_weights", tile_weights), "CPU")
+            for name, kernel in (
+                ("_tile_attend", tile_attend),
+                ("_tile_weights", tile_weights),
+                ("_tile_grads", tile_grads),
+            ):
+                own.impl(name, noting(name, kernel), "CPU")
         for name in ("_sdpa_forward", "_sdpa_backward"):
             own.impl(name, as_on_gpu(name), "CPU", allow_override=True)
         own.impl(

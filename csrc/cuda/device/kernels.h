@@ -1,6 +1,6 @@
-// The kernels of weights.cu: compiled when they are first needed, once for each device, dtype and pair of
-// head dims, with gradients and without, by the compiler that PyTorch brings for its own (NVRTC), and
-// launched on its current stream.
+// The kernels of this folder's .cu files: each compiled when it is first needed, once for each device, dtype
+// and pair of head dims, by the compiler that PyTorch brings for its own (NVRTC), and launched on its current
+// stream.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -10,25 +10,32 @@
 
 namespace attn_ext::cuda {
 
-#include "weights_params.h"
+#include "tile_params.h"
 
-inline constexpr int64_t kTileRows = 128, kTileKeys = 128;
-inline constexpr int64_t kTileDims = 128;     // at most, of query and value
-inline constexpr int64_t kTileDimsStep = 16;  // of which they are multiples
+inline constexpr int64_t kTileDims = 128;            // at most, of query and value
+inline constexpr int64_t kTileDimsStep = 16;         // of which they are multiples
+inline constexpr int64_t kKeysOfWeightsBlock = 512;  // as in weights.cu
 
-/// The head dims that a kernel is compiled for.
+enum class TileKernel : int { kAttend, kWeights, kGradQuery, kGradKeys };
+
+/// What a kernel is compiled for.
 struct TileDims {
   int64_t head_dim, value_dim;
   c10::ScalarType dtype;  // half precision
+  bool has_dropout = false;
 };
 
 /// Whether the device has the matrix units and the memory, and PyTorch the compiler.
-bool has_tile_kernels(const TileDims& dims, bool with_gradients, c10::Device device);
+bool has_tile_kernel(TileKernel kernel, const TileDims& dims, c10::Device device);
 
-/// lse of `heads` heads, over N as well, into `row_sums`.
-void launch_row_sums(const WeightsParams& params, const TileDims& dims, int64_t heads, c10::Device device);
+/// How many rows or keys a block holds.
+int64_t lines_held(TileKernel kernel, const TileDims& dims, c10::Device device);
 
-/// Weights, and with `delta` the gradients of scores, of so many heads of a launch.
-void launch_weights(const WeightsParams& params, const TileDims& dims, int64_t heads, c10::Device device);
+struct TileGrid {
+  int64_t x, y = 1, z = 1;
+};
+
+void launch_tile_kernel(TileKernel kernel, const TileParams& params, const TileDims& dims,
+                        const TileGrid& grid, c10::Device device);
 
 }  // namespace attn_ext::cuda

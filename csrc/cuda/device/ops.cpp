@@ -1,4 +1,4 @@
-// The kernels of weights.cu as operators, which a test can stand in for.
+// The kernels of this folder as operators, which a test can stand in for.
 
 #include "ops.h"
 
@@ -18,6 +18,10 @@ const u16* numbers_of(const at::Tensor& tensor) {
   return static_cast<const u16*>(tensor.const_data_ptr());
 }
 
+u16* numbers_into(const at::Tensor& tensor) {
+  return static_cast<u16*>(tensor.mutable_data_ptr());
+}
+
 template <size_t dims>
 void put_strides(const at::Tensor& tensor, i64 (&strides)[dims]) {
   for (size_t dim = 0; dim < dims; ++dim) {
@@ -25,20 +29,21 @@ void put_strides(const at::Tensor& tensor, i64 (&strides)[dims]) {
   }
 }
 
-/// What both kernels take.
-template <class Call>
-WeightsParams params_of(const Call& call) {
-  WeightsParams params{};
+TileParams params_of(const TileCall& call) {
+  TileParams params{};
   params.query = numbers_of(call.query);
   params.key = numbers_of(call.key);
+  params.value = numbers_of(call.value);
   put_strides(call.query, params.query_strides);
   put_strides(call.key, params.key_strides);
+  put_strides(call.value, params.value_strides);
   if (call.mask.defined()) {
     const auto dtype = call.mask.scalar_type();
     params.bias = call.mask.const_data_ptr();
     params.bias_kind = dtype == at::kBool ? 1 : dtype == at::kFloat ? 3 : 2;
     put_strides(call.mask, params.bias_strides);
   }
+  params.batches = static_cast<int>(call.query.size(0));
   params.heads = static_cast<int>(call.query.size(1));
   params.group = static_cast<int>(call.query.size(1) / call.key.size(1));
   params.query_len = static_cast<int>(call.query.size(2));
@@ -48,57 +53,105 @@ WeightsParams params_of(const Call& call) {
   params.high = static_cast<int>(std::clamp(call.high, -kFarthest, kFarthest - 1));
   params.scale = static_cast<float>(call.scale);
   params.softcap = static_cast<float>(call.softcap);
-  params.capped_scale = call.softcap > 0.0 ? static_cast<float>(2.0 * call.scale / call.softcap) : 0.0F;
-  return params;
-}
-
-at::Tensor tile_lse(const LseCall& call) {
-  const at::Tensor& query = call.query;
-  const at::Tensor lse =
-      at::empty({query.size(0), query.size(1), query.size(2)}, query.options().dtype(at::kFloat));
-  WeightsParams params = params_of(call);
-  params.row_sums = lse.mutable_data_ptr<float>();
-  const int64_t dim = query.size(-1);
-  launch_row_sums(params, {dim, dim, query.scalar_type()}, query.size(0) * query.size(1), query.device());
-  return lse;
-}
-
-std::tuple<at::Tensor, at::Tensor> tile_weights(const WeightsCall& call) {
-  WeightsParams params = params_of(call);
-  const at::DimVector sizes{call.heads, call.rows, call.key.size(2)};
-  const at::Tensor weights = at::empty(sizes, call.query.options());
-  at::Tensor grad_scores;
-  params.first_head = static_cast<int>(call.first_head);
-  params.row_begin = static_cast<int>(call.row_begin);
-  params.rows = static_cast<int>(call.rows);
-  params.lse = call.lse.const_data_ptr<float>();
-  params.weights = static_cast<u16*>(weights.mutable_data_ptr());
   if (call.seed.defined()) {
     constexpr int kDrawBits = 32;
     params.seed = reinterpret_cast<const i64*>(call.seed.const_data_ptr<int64_t>());
-    params.threshold = static_cast<u64>(std::floor(std::ldexp(call.dropout_p, kDrawBits)));
+    // With dropout_p 1, of which the product is one too large, what is kept is multiplied by 0.
+    params.threshold = static_cast<u32>(
+        std::min(std::floor(std::ldexp(call.dropout_p, kDrawBits)), std::ldexp(1.0, kDrawBits) - 1.0));
     params.kept = call.dropout_p < 1.0 ? static_cast<float>(1.0 / (1.0 - call.dropout_p)) : 0.0F;
   }
-  TileDims dims{call.key.size(-1), call.key.size(-1), call.query.scalar_type()};
-  if (call.grad_output.defined()) {
-    grad_scores = at::empty(sizes, call.query.options());
-    params.grad_scores = static_cast<u16*>(grad_scores.mutable_data_ptr());
-    params.delta = call.delta.const_data_ptr<float>();
-    params.value = numbers_of(call.value);
-    params.grad_output = numbers_of(call.grad_output);
-    put_strides(call.value, params.value_strides);
-    put_strides(call.grad_output, params.grad_output_strides);
-    dims.value_dim = call.value.size(-1);
-  }
-  launch_weights(params, dims, call.heads, call.query.device());
-  return {weights, grad_scores};
+  return params;
+}
+
+TileDims dims_of(const TileCall& call) {
+  return {call.key.size(-1), call.value.size(-1), call.query.scalar_type(), call.seed.defined()};
+}
+
+int64_t blocks_of(int64_t lines, int64_t lines_of_block) {
+  return (lines + lines_of_block - 1) / lines_of_block;
+}
+
+int64_t blocks_of(int64_t lines, TileKernel kernel, const TileCall& call) {
+  return blocks_of(lines, lines_held(kernel, dims_of(call), call.query.device()));
+}
+
+/// How many key heads, of each so many lines that pass by, take turns: those that a cache holds together.
+int64_t key_heads_together(const TileCall& call, int64_t lines) {
+  constexpr int64_t kCacheBytes = int64_t{32} << 20;
+  const int64_t bytes = lines * (call.key.size(-1) + call.value.size(-1)) * call.query.element_size();
+  return std::clamp(kCacheBytes / bytes, int64_t{1}, call.key.size(0) * call.key.size(1));
+}
+
+void launch_over_rows(TileKernel kernel, TileParams params, const TileCall& call) {
+  params.heads_together = params.group * static_cast<int>(key_heads_together(call, call.key.size(2)));
+  const int64_t heads = call.query.size(0) * call.query.size(1);
+  launch_tile_kernel(kernel, params, dims_of(call), {heads * blocks_of(call.query.size(2), kernel, call)},
+                     call.query.device());
+}
+
+void launch_over_keys(TileKernel kernel, TileParams params, const TileCall& call) {
+  params.heads_together = static_cast<int>(key_heads_together(call, params.group * call.query.size(2)));
+  const int64_t heads = call.key.size(0) * call.key.size(1);
+  launch_tile_kernel(kernel, params, dims_of(call), {heads * blocks_of(call.key.size(2), kernel, call)},
+                     call.query.device());
+}
+
+std::tuple<at::Tensor, at::Tensor> tile_attend(const TileCall& call) {
+  const at::Tensor& query = call.query;
+  const at::DimVector rows{query.size(0), query.size(1), query.size(2)};
+  const at::Tensor output = at::empty({rows[0], rows[1], rows[2], call.value.size(-1)}, query.options());
+  const at::Tensor lse = at::empty(rows, query.options().dtype(at::kFloat));
+  TileParams params = params_of(call);
+  params.output = numbers_into(output);
+  params.made_lse = lse.mutable_data_ptr<float>();
+  launch_over_rows(TileKernel::kAttend, params, call);
+  return {output, lse};
+}
+
+at::Tensor tile_weights(const TileWeightsCall& wanted) {
+  const TileCall& call = wanted.call;
+  const at::Tensor weights = at::empty({wanted.heads, wanted.rows, call.key.size(2)}, call.query.options());
+  TileParams params = params_of(call);
+  params.first_head = static_cast<int>(wanted.first_head);
+  params.row_begin = static_cast<int>(wanted.row_begin);
+  params.rows = static_cast<int>(wanted.rows);
+  params.lse = wanted.lse.const_data_ptr<float>();
+  params.weights = numbers_into(weights);
+  launch_tile_kernel(TileKernel::kWeights, params, dims_of(call),
+                     {blocks_of(call.key.size(2), kKeysOfWeightsBlock),
+                      blocks_of(wanted.rows, TileKernel::kWeights, call), wanted.heads},
+                     call.query.device());
+  return weights;
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> tile_grads(const TileGradsCall& incoming) {
+  const TileCall& call = incoming.call;
+  const auto dense = [](const at::Tensor& like) { return at::empty(like.sizes(), like.options()); };
+  const at::Tensor query = dense(call.query), key = dense(call.key), value = dense(call.value),
+                   delta = dense(incoming.lse);
+  TileParams params = params_of(call);
+  params.grad_output = numbers_of(incoming.grad_output);
+  params.saved_output = numbers_of(incoming.output);
+  put_strides(incoming.grad_output, params.grad_output_strides);
+  put_strides(incoming.output, params.saved_output_strides);
+  params.lse = incoming.lse.const_data_ptr<float>();
+  params.grad_lse = incoming.grad_lse.defined() ? incoming.grad_lse.const_data_ptr<float>() : nullptr;
+  params.delta = delta.mutable_data_ptr<float>();
+  params.grad_query = numbers_into(query);
+  params.grad_key = numbers_into(key);
+  params.grad_value = numbers_into(value);
+  launch_over_rows(TileKernel::kGradQuery, params, call);  // makes delta, which the next one reads
+  launch_over_keys(TileKernel::kGradKeys, params, call);
+  return {query, key, value, delta};
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(attn_ext, CUDA, m) {
-  m.impl("_tile_lse", TORCH_FN((Unboxed<LseCall>::kernel<&tile_lse>)));
-  m.impl("_tile_weights", TORCH_FN((Unboxed<WeightsCall>::kernel<&tile_weights>)));
+  m.impl("_tile_attend", TORCH_FN((Unboxed<TileCall>::kernel<&tile_attend>)));
+  m.impl("_tile_weights", TORCH_FN((Unboxed<TileWeightsCall>::kernel<&tile_weights>)));
+  m.impl("_tile_grads", TORCH_FN((Unboxed<TileGradsCall>::kernel<&tile_grads>)));
 }
 
 }  // namespace attn_ext::cuda

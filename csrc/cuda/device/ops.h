@@ -1,4 +1,4 @@
-// The arguments of the operators that the kernels of weights.cu are.
+// The arguments of the operators that the kernels of this folder are.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,28 +7,40 @@
 
 namespace attn_ext::cuda {
 
-struct LseCall {
-  at::Tensor query;  // (N, H, Lq, D)
+struct TileCall {
+  at::Tensor query;  // (N, H, Lq, D), rows aligned, D and Dv as the kernels want them
   at::Tensor key;    // (N, Hkv, Lk, D)
+  at::Tensor value;  // (N, Hkv, Lk, Dv)
   at::Tensor mask;   // (N, H, Lq, Lk), expanded, as it came; undefined: none
-  double scale, softcap;
-  int64_t low, high;  // row i sees keys i + low ... i + high
+  at::Tensor seed;   // of dropout; undefined: none
+  double scale = 1.0, softcap = 0.0, dropout_p = 0.0;
+  int64_t low = 0, high = 0;  // row i sees keys i + low ... i + high
 
-  auto arguments() { return fields(query, key, or_none(mask), scale, softcap, low, high); }
+  /// -> (N, H, Lq, Dv) and lse, (N, H, Lq) float32, without sinks.
+  auto arguments() {
+    return fields(query, key, value, or_none(mask), or_none(seed), scale, softcap, dropout_p, low, high);
+  }
 };
 
-struct WeightsCall {
-  at::Tensor query, key;          // as above
-  at::Tensor value, grad_output;  // (N, Hkv, Lk, Dv), (N, H, Lq, Dv); undefined: no gradients
-  at::Tensor mask, seed;          // undefined: none
-  at::Tensor lse, delta;          // (N, H, Lq) float32; delta undefined without gradients
-  double scale, softcap, dropout_p;
-  int64_t low, high;
+struct TileWeightsCall {
+  TileCall call;
+  at::Tensor lse;                              // (N, H, Lq) float32
   int64_t first_head, heads, row_begin, rows;  // what is made; heads are counted over N as well
 
+  /// -> (heads, rows, Lk).
   auto arguments() {
-    return fields(query, key, or_none(value), or_none(grad_output), or_none(mask), or_none(seed), lse,
-                  or_none(delta), scale, softcap, dropout_p, low, high, first_head, heads, row_begin, rows);
+    return std::tuple_cat(call.arguments(), fields(lse, first_head, heads, row_begin, rows));
+  }
+};
+
+struct TileGradsCall {
+  TileCall call;
+  at::Tensor grad_output, output;  // (N, H, Lq, Dv)
+  at::Tensor lse, grad_lse;        // (N, H, Lq) float32; grad_lse undefined: none
+
+  /// -> (N, H, Lq, D), (N, Hkv, Lk, D), (N, Hkv, Lk, Dv), and rowsum(dO O) - dLse, (N, H, Lq) float32.
+  auto arguments() {
+    return std::tuple_cat(call.arguments(), fields(grad_output, output, lse, or_none(grad_lse)));
   }
 };
 

@@ -1,37 +1,57 @@
-// What weights.cu says in the machine's own words. tests/csrc/gpu.h has the same for a machine without a GPU.
+// What the kernels say in the machine's own words. tests/csrc/gpu.h has the same for a machine without a GPU.
 
+#define DEVICE __device__ __forceinline__
 #define kInfinity __int_as_float(0x7f800000)
-#define KERNEL(blocks) extern "C" __global__ void __launch_bounds__(256, blocks)
+#define KERNEL(blocks) extern "C" __global__ void __launch_bounds__(HELD * 2, blocks)
 
-__device__ u16* shared_memory() {
-  extern __shared__ __align__(16) u16 shared[];
+DEVICE u16* shared_memory() {
+  extern __shared__ __align__(1024) u16 shared[];
   return shared;
 }
 
-__device__ u32 address_of(const void* shared) {
+/// (As a product of u64 it would cost an addition more.)
+DEVICE u64 wide_product(u32 a, u32 b) {
+  u64 product;
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+  return product;
+}
+
+DEVICE u32 address_of(const void* shared) {
   return (u32)__cvta_generic_to_shared(shared);
 }
 
 /// Into shared memory, in its own time; zeros where there is nothing.
-__device__ void copy_16_bytes(u16* to, const u16* from, int there) {
+DEVICE void copy_16_bytes(u16* to, const u16* from, int there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address_of(to)), "l"(from),
                "r"(there ? 16 : 0));
 }
 
-__device__ void wait_for_copies() {
+DEVICE void copy_4_bytes(float* to, const float* from, int there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address_of(to)), "l"(from),
+               "r"(there ? 4 : 0));
+}
+
+DEVICE void wait_for_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 /// Four matrices of 8 rows of 16 bytes; lane l names row l % 8 of matrix l / 8 and gets two numbers of row l
 /// / 4 of each.
-__device__ void load_matrices(u32 (&r)[4], const u16* shared) {
+DEVICE void load_matrices(u32 (&r)[4], const u16* shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address_of(shared)));
 }
 
+/// The same, of each the two numbers of column l / 4.
+DEVICE void load_matrices_transposed(u32 (&r)[4], const u16* shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address_of(shared)));
+}
+
 /// c += a b of 16 x 16 and 16 x 8 numbers.
-__device__ void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+DEVICE void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 #if IS_BFLOAT16
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
@@ -45,7 +65,7 @@ __device__ void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-__device__ u32 pack(float low, float high) {
+DEVICE u32 pack(float low, float high) {
   u32 both;
 #if IS_BFLOAT16
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
@@ -55,7 +75,7 @@ __device__ u32 pack(float low, float high) {
   return both;
 }
 
-__device__ float unpack(u16 number) {
+DEVICE float unpack(u16 number) {
 #if IS_BFLOAT16
   return __uint_as_float((u32)number << 16);
 #else

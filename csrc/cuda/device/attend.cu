@@ -1,0 +1,139 @@
+// The output and lse in one pass over the keys; after tile.cu.
+//
+//   O = sum_j (P_j dropout_j) V_j        lse = log sum_j exp S_j
+//
+// Sums are of exp(S - largest so far). They are scaled when a larger score comes. Defined from outside:
+// BUFFERS, 2 where there is room for the next keys and values beside those that are read, else 1.
+
+struct RowSums {  // of rows g and g + 8, of this thread's columns
+  float largest[2] = {-kInfinity, -kInfinity}, sum[2] = {0.0f, 0.0f};
+};
+
+/// Scores become exp(S - largest), and what was added before is scaled.
+DEVICE void take_scores(Numbers<kPassing>& scores, RowSums& rows, Numbers<VALUE_DIM>& output) {
+  float largest[2] = {rows.largest[0], rows.largest[1]}, factor[2];
+#pragma unroll
+  for (int block = 0; block < kPassing / 8; ++block) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      largest[i / 2] = fmaxf(largest[i / 2], scores.at[block][i]);
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    largest[half] = fmaxf(largest[half], __shfl_xor_sync(0xffffffffu, largest[half], 1));
+    largest[half] = fmaxf(largest[half], __shfl_xor_sync(0xffffffffu, largest[half], 2));
+    factor[half] = largest[half] == rows.largest[half] ? 1.0f : __expf(rows.largest[half] - largest[half]);
+    rows.largest[half] = largest[half];
+    rows.sum[half] *= factor[half];
+    if (largest[half] == -kInfinity) {
+      largest[half] = 0.0f;  // -inf - 0, of which the exponential is 0; NaN stays
+    }
+  }
+#pragma unroll
+  for (int block = 0; block < kPassing / 8; ++block) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      scores.at[block][i] = __expf(scores.at[block][i] - largest[i / 2]);
+      rows.sum[i / 2] += scores.at[block][i];
+    }
+  }
+  if (factor[0] != 1.0f || factor[1] != 1.0f) {
+#pragma unroll
+    for (int block = 0; block < VALUE_DIM / 8; ++block) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        output.at[block][i] *= factor[i / 2];
+      }
+    }
+  }
+}
+
+DEVICE void store_rows(const TileParams& p, const Place& place, int row, RowSums& rows,
+                       const Numbers<VALUE_DIM>& output) {
+  const float kept = has_dropout(p) ? p.kept : 1.0f;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float sum = rows.sum[half];
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    const float largest = rows.largest[half];
+    const int at = row + line_at(half * 2);
+    if (at >= p.query_len) {
+      continue;
+    }
+    const i64 line = line_of(p, place, at);
+    if (threadIdx.x % 4 == 0) {
+      // A NaN, which is not the largest of anything, shows in the sum.
+      p.made_lse[line] =
+          largest == kInfinity ? largest : (largest == -kInfinity ? 0.0f : largest) + logf(sum);
+    }
+    const float factor = sum == 0.0f ? 0.0f : kept / sum;
+#pragma unroll
+    for (int block = 0; block < VALUE_DIM / 8; ++block) {
+      const float(&numbers)[4] = output.at[block];
+      *(u32*)(p.output + line * VALUE_DIM + column_at(block, 0)) =
+          pack(numbers[2 * half] * factor, numbers[2 * half + 1] * factor);
+    }
+  }
+}
+
+KERNEL(2) attend(const TileParams p) {
+  constexpr int kKeys = tile_size(kPassing, HEAD_DIM), kValues = tile_size(kPassing, VALUE_DIM);
+  u16* const queries = shared_memory();
+  u16* const keys = queries + tile_size(kHeld, HEAD_DIM);
+  u16* const values = keys + BUFFERS * kKeys;
+  const int blocks = (p.query_len + kHeld - 1) / kHeld;
+  const Turn mine = turn_of(p, p.batches * p.heads, blocks);
+  const Place place = place_of(p, mine.head);
+  const int row = (blocks - 1 - mine.block) * kHeld;  // the last rows see most if there is a causal mask
+  const Range range = keys_seen(p, row);
+  const u16* const key_head = of_head(p.key, p.key_strides, place.n, place.kv);
+  const u16* const value_head = of_head(p.value, p.value_strides, place.n, place.kv);
+  const auto load = [&](int key, int turn) {
+    load_tile<kPassing, HEAD_DIM>(keys + turn * kKeys, key_head, p.key_strides[2], key, p.key_len);
+    load_tile<kPassing, VALUE_DIM>(values + turn * kValues, value_head, p.value_strides[2], key, p.key_len);
+  };
+  load_tile<kHeld, HEAD_DIM>(queries, of_head(p.query, p.query_strides, place.n, place.h), p.query_strides[2],
+                             row, p.query_len);
+  if (BUFFERS == 2 && range.begin < range.end) {
+    load(range.begin, 0);
+  }
+  const Scorer scorer(p);
+  const u64 seed = has_dropout(p) ? (u64)*p.seed : 0;
+  RowSums rows;
+  Numbers<VALUE_DIM> output;
+  clear(output);
+  int turn = 0;
+  for (int key = range.begin; key < range.end; key += kPassing, turn ^= BUFFERS - 1) {
+    if (BUFFERS == 1) {
+      __syncthreads();  // what is there has been read
+      load(key, 0);
+    }
+    wait_for_tiles();
+    if (BUFFERS == 2 && key + kPassing < range.end) {
+      load(key + kPassing, turn ^ 1);
+    }
+    Numbers<kPassing> scores;
+    start_product<HEAD_DIM>(scores, queries, keys + turn * kKeys);
+    finish<0>(scores);
+    by_kind(p, is_whole(p, row, kHeld, key, kPassing), [&](auto kind) {
+#pragma unroll
+      for (int block = 0; block < kPassing / 8; ++block) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float slope, &score = scores.at[block][i];
+          score = scorer.score(kind, place, score, row + line_at(i), key + column_at(block, i), slope);
+        }
+      }
+    });
+    take_scores(scores, rows, output);
+    if (has_dropout(p)) {
+      drop(p, place, row, key, seed, scores);
+    }
+    start_adding_product(output, rounded(scores), values + turn * kValues);
+    finish<0>(output);
+  }
+  wait_for_copies();
+  store_rows(p, place, row, rows, output);
+}

@@ -1,0 +1,251 @@
+// What the kernels of attention share, a tile of scores at a time on the matrix units of an NVIDIA GPU.
+// Compiled with one of them when that is first needed, by the compiler that comes with PyTorch, between
+// tile_params.h, primitives.cu and numbers.cu, mma.cu or wgmma.cu, and the kernel. Defined from outside:
+// HEAD_DIM and VALUE_DIM, multiples of 16, IS_BFLOAT16, and WITH_DROPOUT, 0 where there is none.
+//
+//   S = softcap(scale Q K^T) + bias over what is visible       P = exp(S - lse)
+
+struct Place {  // of a head
+  int n, h, kv;
+};
+
+DEVICE Place place_of(const TileParams& p, int head) {
+  const int n = head / p.heads, h = head % p.heads;
+  return {n, h, h / p.group};
+}
+
+DEVICE i64 line_of(const TileParams& p, const Place& place, int row) {
+  return ((i64)place.n * p.heads + place.h) * p.query_len + row;
+}
+
+DEVICE const u16* of_head(const u16* from, const i64 (&strides)[3], int n, int h) {
+  return from + n * strides[0] + h * strides[1];
+}
+
+/// `lines` lines of `columns` numbers into shared memory; zeros from line `len` on.
+template <int lines, int columns>
+DEVICE void load_tile(u16* tile, const u16* from, i64 stride, int first, int len) {
+  constexpr int kChunks = columns / 8,
+                kStep = kThreads / kChunks;  // a thread has a chunk of each kStep lines
+  const int line = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
+  u16* to = tile + chunk_place<lines, columns>(line, chunk);
+  const u16* source = from + (first + line) * stride + chunk * 8;
+#pragma unroll
+  for (int step = 0; step < lines; step += kStep) {
+    if ((kStep * kChunks < kThreads && line >= kStep) || (step + kStep > lines && step + line >= lines)) {
+      break;
+    }
+    copy_16_bytes(to + step * line_distance<columns>(), source, first + line + step < len);
+    source += kStep * stride;
+  }
+}
+
+/// The same, where `from_line` says which line, of those from `first` on, is to lie where.
+template <int lines, int columns, class FromLine>
+DEVICE void load_lines(u16* tile, const u16* from, i64 stride, int first, int len, FromLine from_line) {
+  constexpr int kChunks = columns / 8;
+  for (int i = threadIdx.x; i < lines * kChunks; i += kThreads) {
+    const int r = i / kChunks, c = i % kChunks, line = first + from_line(r);
+    copy_16_bytes(tile + chunk_place<lines, columns>(r, c), from + line * stride + c * 8, line < len);
+  }
+}
+
+/// Sums of lines that are held, rounded, to (lines, columns) from line `first` on.
+template <int columns, class LineAt>
+DEVICE void store_lines(u16* to, const Numbers<columns>& sums, float factor, int first, int len,
+                        LineAt line_of_held) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int at = first + line_of_held(half * 2);
+    if (at < len) {
+#pragma unroll
+      for (int block = 0; block < columns / 8; ++block) {
+        const float(&numbers)[4] = sums.at[block];
+        *(u32*)(to + (i64)at * columns + column_at(block, 0)) =
+            pack(numbers[2 * half] * factor, numbers[2 * half + 1] * factor);
+      }
+    }
+  }
+}
+
+/// Lines of the kind that passes: from `begin`, in steps of kPassing, to before `end`.
+struct Range {
+  int begin, end;
+};
+
+DEVICE Range steps(i64 first, i64 last, int len) {
+  const i64 begin = max(first, (i64)0) / kPassing * kPassing, end = min(last + 1, (i64)len);
+  return {(int)min(begin, (i64)len), (int)max(end, (i64)0)};
+}
+
+/// Keys that some of the rows held from `row` on see.
+DEVICE Range keys_seen(const TileParams& p, int row) {
+  const i64 last = min(row + kHeld, p.query_len) - 1;
+  return steps((i64)row + p.low, last + p.high, p.key_len);
+}
+
+/// Rows that see some of the keys held from `key` on.
+DEVICE Range rows_seeing(const TileParams& p, int key) {
+  const i64 last = min(key + kHeld, p.key_len) - 1;
+  return steps((i64)key - p.high, last - p.low, p.query_len);
+}
+
+/// Whether all rows and keys of a tile are there and visible, and nothing is done to scores but by softcap.
+DEVICE bool is_whole(const TileParams& p, int row, int rows, int key, int keys) {
+  return p.bias_kind == 0 && row + rows <= p.query_len && key + keys <= p.key_len &&
+         (i64)key - (row + rows - 1) >= p.low && (i64)key + keys - 1 - row <= p.high;
+}
+
+DEVICE float bias_at(const TileParams& p, const Place& place, int row, int key) {
+  const i64 at = place.n * p.bias_strides[0] + place.h * p.bias_strides[1] + row * p.bias_strides[2] +
+                 key * p.bias_strides[3];
+  return p.bias_kind == 1   ? (((const u8*)p.bias)[at] ? 0.0f : -kInfinity)
+         : p.bias_kind == 2 ? unpack(((const u16*)p.bias)[at])
+                            : ((const float*)p.bias)[at];
+}
+
+/// Beyond, softcap is made the slower way, by which scores near 0 keep their digits.
+constexpr float kWideSoftcap = 256.0f;
+
+/// A kind of tile, for the compiler.
+template <bool is_whole_, bool is_capped_>
+struct TileKind {
+  static constexpr bool is_whole = is_whole_, is_capped = is_capped_;
+};
+
+/// Calls `function` with the kind of a tile that is whole or not.
+template <class Function>
+DEVICE void by_kind(const TileParams& p, bool whole, Function function) {
+  if (whole && p.softcap == 0.0f) {
+    function(TileKind<true, false>());
+  } else if (whole && p.softcap < kWideSoftcap) {
+    function(TileKind<true, true>());
+  } else {
+    function(TileKind<false, false>());
+  }
+}
+
+/// Scores of products, and the slope of softcap there.
+struct Scorer {
+  const TileParams& p;
+  float argument;  // of tanh: x for a product of 1
+
+  DEVICE explicit Scorer(const TileParams& params)
+      : p(params), argument(params.softcap > 0.0f ? params.scale / params.softcap : 0.0f) {}
+
+  DEVICE float capped(float product, float& slope) const {
+    const float tanh = 1.0f - __fdividef(2.0f, __expf(2.0f * argument * product) + 1.0f);
+    slope = 1.0f - tanh * tanh;
+    return p.softcap * tanh;
+  }
+
+  DEVICE float capped_wide(float product, float& slope) const {
+    const float x = product * argument, square = x * x;
+    if (fabsf(x) > 0.1f) {
+      return capped(product, slope);
+    }
+    const float tanh = x * (1.0f + square * (square * (2.0f / 15.0f) - 1.0f / 3.0f));
+    slope = 1.0f - tanh * tanh;
+    return p.softcap * tanh;
+  }
+
+  template <class Kind>
+  DEVICE float score(Kind, const Place& place, float product, int row, int key, float& slope) const {
+    slope = 1.0f;
+    if constexpr (Kind::is_whole) {
+      return Kind::is_capped ? capped(product, slope) : product * p.scale;
+    }
+    const int distance = key - row;
+    const bool is_visible =
+        (row < p.query_len) & (key < p.key_len) & (distance >= p.low) & (distance <= p.high);
+    float made = p.softcap > 0.0f ? capped_wide(product, slope) : product * p.scale;
+    if (p.bias_kind != 0 && is_visible) {
+      made += bias_at(p, place, row, key);
+    }
+    return is_visible ? made : -kInfinity;
+  }
+};
+
+/// What is subtracted from the scores of a row: of one that sees nothing, +inf.
+DEVICE float subtrahend(float lse) {
+  return lse == -kInfinity ? kInfinity : lse;
+}
+
+/// Philox4x32-10: the draws of four columns, 16 apart.
+DEVICE void draw(u32 (&words)[4], u32 c0, u32 row, u32 head, u32 batch, u64 seed) {
+  u32 c[4] = {c0, row, head, batch}, k0 = (u32)seed, k1 = (u32)(seed >> 32);
+#pragma unroll
+  for (int round = 0; round < 10; ++round) {
+    const u64 a = wide_product(c[0], 0xD2511F53u), b = wide_product(c[2], 0xCD9E8D57u);
+    const u32 next[4] = {(u32)(b >> 32) ^ c[1] ^ k0, (u32)b, (u32)(a >> 32) ^ c[3] ^ k1, (u32)a};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      c[i] = next[i];
+    }
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    words[i] = c[i];
+  }
+}
+
+/// Whether there is dropout; for the compiler, if WITH_DROPOUT is 0.
+DEVICE bool has_dropout(const TileParams& p) {
+  return WITH_DROPOUT && p.seed != nullptr;
+}
+
+/// Of rows that are held, beside 64 keys: 0 for each element that dropout leaves out.
+DEVICE void drop(const TileParams& p, const Place& place, int row, int key, u64 seed,
+                 Numbers<kPassing>& numbers) {
+#pragma unroll
+  for (int part = 0; part < 8; ++part) {  // block within 16 columns, element
+    const int odd = part / 4, i = part % 4;
+    u32 words[4];
+    draw(words, key / 4 + column_at(odd, i), row + line_at(i), place.h, place.n,
+         seed);  // 16 (key / 64) + ...
+#pragma unroll
+    for (int word = 0; word < 4; ++word) {
+      float& number = numbers.at[word * 2 + odd][i];
+      number = words[word] >= p.threshold ? number : 0.0f;
+    }
+  }
+}
+
+/// dS of P softcap' and what comes in at P, in the place of the former. Nothing of what is hidden, of which
+/// `hidden` has a bit for each element, reaches anything, NaN neither.
+template <class DeltaAt>
+DEVICE void make_grad_scores(Numbers<kPassing>& scores, const Numbers<kPassing>& grad_weights, float factor,
+                             u32 hidden, DeltaAt delta_at) {
+#pragma unroll
+  for (int block = 0; block < kPassing / 8; ++block) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      scores.at[block][i] *= grad_weights.at[block][i] * factor - delta_at(block, i);
+    }
+  }
+  if (hidden != 0) {
+#pragma unroll
+    for (int block = 0; block < kPassing / 8; ++block) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (hidden >> (block * 4 + i) & 1) {
+          scores.at[block][i] = 0.0f;
+        }
+      }
+    }
+  }
+}
+
+/// Of a launch over blocks of lines of `heads` heads: heads whose other lines fit into a cache together take
+/// turns, and of theirs the blocks go first that have most to do.
+struct Turn {
+  int head, block;
+};
+
+DEVICE Turn turn_of(const TileParams& p, int heads, int blocks) {
+  const int section = blockIdx.x / (p.heads_together * blocks), first = section * p.heads_together;
+  const int rest = blockIdx.x - first * blocks, beside = min(p.heads_together, heads - first);
+  return {first + rest % beside, rest / beside};
+}

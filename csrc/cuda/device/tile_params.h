@@ -1,0 +1,31 @@
+// What a launch of attend.cu, weights.cu or gradients.cu takes: read by the C++ compiler inside a namespace,
+// and by the GPU's before tile.cu.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+/// Strides are in elements, of N, heads, rows. Numbers of half precision are u16. What is made is dense.
+struct TileParams {
+  const u16 *query, *key, *value, *grad_output, *saved_output;
+  i64 query_strides[3], key_strides[3], value_strides[3], grad_output_strides[3], saved_output_strides[3];
+  const void* bias;
+  i64 bias_strides[4];                      // of N, heads, rows, keys
+  int bias_kind;                            // 0: none, 1: bool, 2: of the query's dtype, 3: float
+  const float *lse, *grad_lse;              // (N, heads, Lq); grad_lse null: none
+  float* delta;                             // (N, heads, Lq), of grad_query.cu for grad_keys.cu
+  float* made_lse;                          // (N, heads, Lq)
+  u16* output;                              // (N, heads, Lq, Dv)
+  u16* weights;                             // (heads, rows, Lk) of this launch
+  u16 *grad_query, *grad_key, *grad_value;  // (N, heads, Lq, D), (N, key heads, Lk, D or Dv)
+  int batches, heads, group, query_len, key_len;
+  int heads_together;               // of a launch over blocks of lines: those that take turns
+  int first_head, row_begin, rows;  // of a launch of weights.cu; heads are counted over N as well
+  int low, high;                    // row i sees keys from i + low to i + high
+  float scale, softcap;             // softcap 0: none
+  const i64* seed;                  // null: no dropout
+  u32 threshold;                    // draws from here on are kept
+  float kept;                       // what they are multiplied by
+};
