@@ -141,10 +141,10 @@ Explanation explain_gpu(const SdpaArgs& given) {
                           made(plan.call.key, plan.tiles.key, args.key) +
                           made(plan.call.value, plan.tiles.value, args.value) +
                           made(plan.call.bias, plan.tiles.mask, args.attn_mask),
-          .scratch_bytes = is_fused ? 0 : cuda::tile_scratch_bytes(plan.tiles),
+          .scratch_bytes = 0,
           .saved_bytes = 0,
           .reason = is_fused ? "a fused kernel of ATen's, in blocks of its own"
-                             : "weights by kernels of attn_ext's own, products by cuBLAS: " + plan.reason};
+                             : "a kernel of attn_ext's own, in blocks of its own: " + plan.reason};
 }
 
 Explanation explain(const SdpaArgs& args) {

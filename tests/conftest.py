@@ -2,10 +2,13 @@
 
 import importlib.util
 import os
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -19,6 +22,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes long or much memory; runs with --slow")
+    config.addinivalue_line(
+        "markers", "careful: NaN and Inf must not spread; on a GPU by the composition"
+    )
+    config.addinivalue_line("markers", "same_bits: does not run on a GPU, whose kernels do not promise it")
 
 
 def _operators_of_torchvision() -> torch.library.Library | None:
@@ -86,3 +93,15 @@ def _seeded() -> None:
     torch.default_generator.manual_seed(0)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(0)
+
+
+@pytest.fixture(autouse=True)
+def _what_gpus_promise(request: pytest.FixtureRequest) -> Iterator[None]:
+    """On an NVIDIA GPU ``careful`` tests run on the composition, which alone keeps NaN and Inf of what is
+    hidden apart, and those of ``same_bits`` do not run (docs/reliability.md)."""
+    on_gpu = "device" in request.fixturenames and request.getfixturevalue("device") == "cuda"
+    if on_gpu and request.node.get_closest_marker("same_bits"):
+        pytest.skip("bits may differ from one call to the next on a GPU")
+    math = on_gpu and request.node.get_closest_marker("careful")
+    with sdpa_kernel(SDPBackend.MATH) if math else nullcontext():
+        yield

@@ -199,6 +199,7 @@ def test_hidden_key_and_value_never_reach_a_gradient(where, op, poison, device):
         torch.testing.assert_close(actual[name], clean[name], msg=name)
 
 
+@pytest.mark.careful
 @by_dtype
 def test_nan_in_a_query_row_that_sees_nothing_never_reaches_a_gradient(dtype, device):
     arguments = Case("", mask="dead_row", mask_shape=(5, 7)).build(dtype, device)

@@ -56,6 +56,7 @@ def stored_key(cache, sequence: int) -> tuple[Tensor, Tensor]:
 
 
 class TestStepByStep:
+    @pytest.mark.same_bits
     @by_page
     @by_options
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float16], ids=str)

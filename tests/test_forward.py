@@ -2,13 +2,11 @@
 
 import math
 import os
-from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attn_ext  # noqa: F401  (loads the operators)
 from attn_ext import reference
@@ -33,11 +31,6 @@ CI = bool(os.environ.get("CI"))  # there the random cases are the same in every 
 
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 by_op = pytest.mark.parametrize("op", OPS)
-
-
-def careful(device):
-    """The fused kernels of NVIDIA GPUs let NaN and Inf of hidden values through; the composition does not."""
-    return sdpa_kernel(SDPBackend.MATH) if device == "cuda" else nullcontext()
 
 
 @by_op
@@ -172,6 +165,7 @@ def _everything_hidden_but(visible, device):
 HIDINGS = ("bool_mask", "minus_inf", "causal", "window")
 
 
+@pytest.mark.careful
 @pytest.mark.parametrize("poison", [NAN, INF, -INF])
 @pytest.mark.parametrize("hiding", HIDINGS)
 @pytest.mark.parametrize("op", OPS)
@@ -186,12 +180,12 @@ def test_hidden_key_and_value_never_reach_an_output(where, op, hiding, poison, d
     torch.testing.assert_close(actual, clean)
 
 
+@pytest.mark.careful
 @by_dtype
 def test_visible_nan_in_a_value_shows_in_its_column_and_in_the_rows_that_see_it(dtype, device):
     query, key, value = (torch.randn(1, 1, 4, 8, device=device, dtype=dtype) for _ in range(3))
     value[0, 0, 2, 5] = NAN
-    with careful(device):
-        output = torch.ops.attn_ext.sdpa(query, key, value, is_causal=True)
+    output = torch.ops.attn_ext.sdpa(query, key, value, is_causal=True)
     expected = torch.zeros(1, 1, 4, 8, dtype=torch.bool, device=device)
     expected[0, 0, 2:, 5] = True
     assert torch.equal(output.isnan(), expected)
@@ -215,6 +209,7 @@ def test_nan_in_a_query_shows_in_its_row_alone(device):
     assert torch.equal(output.isnan(), expected)
 
 
+@pytest.mark.careful
 def test_nan_in_a_query_row_that_sees_nothing_does_not_show(device):
     query, key, value = (torch.randn(1, 2, 4, 8, device=device) for _ in range(3))
     query[0, 1, 2] = NAN
@@ -224,6 +219,7 @@ def test_nan_in_a_query_row_that_sees_nothing_does_not_show(device):
     assert (output[:, :, 2] == 0).all() and output.isfinite().all()
 
 
+@pytest.mark.careful
 def test_visible_nan_in_a_bias_shows_and_a_hidden_one_does_not(device):
     query, key, value = (torch.randn(1, 1, 4, 8, device=device) for _ in range(3))
     bias = torch.zeros(4, 4, device=device)
@@ -233,16 +229,17 @@ def test_visible_nan_in_a_bias_shows_and_a_hidden_one_does_not(device):
     assert output.isnan().any(-1).tolist() == [[[False, True, False, False]]]
 
 
+@pytest.mark.careful
 def test_visible_infinite_value_shows(device):
     query, key, value = (torch.randn(1, 1, 4, 8, device=device) for _ in range(3))
     value[0, 0, 1, 3] = INF
-    with careful(device):
-        output = torch.ops.attn_ext.sdpa(query, key, value, is_causal=True)
+    output = torch.ops.attn_ext.sdpa(query, key, value, is_causal=True)
     assert (output[0, 0, 1:, 3] == INF).all()
     assert output[0, 0, 0].isfinite().all()
     assert output[..., :3].isfinite().all() and output[..., 4:].isfinite().all()
 
 
+@pytest.mark.careful
 @by_dtype
 def test_nonfinite_input_matches_the_reference(dtype, device):
     case = Case("", mask="dead_row", options={"is_causal": True, "query_offset": 1})
@@ -275,6 +272,7 @@ def test_small_weights_are_not_flushed_to_zero(device):
     torch.testing.assert_close(weights[0, 0], expected, rtol=1e-4, atol=0)
 
 
+@pytest.mark.careful
 def test_row_of_the_lowest_finite_bias_is_not_dead(device):
     query, key, value = (torch.randn(1, 1, 4, 8, device=device) for _ in range(3))
     bias = torch.full((4, 4), torch.finfo(torch.float32).min, device=device)

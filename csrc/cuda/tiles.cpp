@@ -10,7 +10,7 @@ namespace attn_ext::cuda {
 
 namespace {
 
-// Weights of one launch, in elements, unless they are wanted whole.
+// Weights of one launch, in elements, where key mass alone is wanted.
 constexpr int64_t kLaunchElements = int64_t{1} << 26;
 
 /// What is made at once: heads, counted over N as well, and rows.
@@ -69,11 +69,6 @@ bool has_tiles(const at::Tensor& query, int64_t head_dim, int64_t value_dim, boo
   const auto has = [&](TileKernel kernel) { return has_tile_kernel(kernel, dims, query.device()); };
   return is_backward ? has(TileKernel::kGradQuery) && has(TileKernel::kGradKeys)
                      : has(TileKernel::kAttend) && has(TileKernel::kWeights);
-}
-
-int64_t tile_scratch_bytes(const TileCall& call) {
-  const Launch launch = first_launch(call, /*whole=*/false);
-  return launch.heads * launch.rows * call.key.size(2) * call.query.element_size();
 }
 
 TileOutputs tile_forward(const TileCall& call) {

@@ -34,7 +34,4 @@ struct TileGrads {
 TileGrads tile_backward(const TileCall& call, const at::Tensor& grad_output, const at::Tensor& output,
                         const at::Tensor& lse, const at::Tensor& grad_lse);
 
-/// Of the weights that are made at once where key mass alone is wanted.
-int64_t tile_scratch_bytes(const TileCall& call);
-
 }  // namespace attn_ext::cuda

@@ -391,12 +391,15 @@ void test_grads(const Data& data, void (*grad_query)(Params), void (*grad_keys)(
 void expect_nan() {
   constexpr int kHeadDim = kOfHalf.head_dim, kValueDim = kOfHalf.value_dim;
   std::vector<uint16_t> numbers(4 * kHeadDim, gpu::to_half(1.0F)), made(4), output(2 * kValueDim);
+  const std::vector<uint16_t> values(2 * kValueDim, gpu::to_half(1.0F));
   std::fill(numbers.begin(), numbers.begin() + kHeadDim, gpu::to_half(std::nanf("")));
   std::vector<float> lse(2);
   half::TileParams p{};
   p.query = numbers.data();
-  p.key = p.value = numbers.data() + 2 * kHeadDim;
-  p.query_strides[2] = p.key_strides[2] = p.value_strides[2] = kHeadDim;
+  p.key = numbers.data() + 2 * kHeadDim;
+  p.value = values.data();
+  p.query_strides[2] = p.key_strides[2] = kHeadDim;
+  p.value_strides[2] = kValueDim;
   p.lse = p.made_lse = lse.data();
   p.weights = made.data();
   p.output = output.data();

@@ -24,7 +24,11 @@ void dot_rows(const typename S::Operand* left, int64_t left_stride, const Matrix
   const int64_t dim = right.columns;
   for (int64_t first = 0; first < kWidth; first += kRows) {
     const Element* rows = right.data + first * right.row_stride;
-    const char* next = ahead.next + first * ahead.row_bytes;
+    const char* next[kRows];  // what is asked for
+    if (ahead.next != nullptr) {
+#pragma GCC unroll 16
+      for (int j = 0; j < kRows; ++j) next[j] = ahead.row(first + j);
+    }
     Vec<T> sums[kWidth] = {};
     const auto step = [&](int64_t k, auto load_row) __attribute__((always_inline)) {
       Vec<typename S::Operand> row[kRows];
@@ -32,12 +36,8 @@ void dot_rows(const typename S::Operand* left, int64_t left_stride, const Matrix
       for (int j = 0; j < kRows; ++j) row[j] = load_row(rows + j * right.row_stride + k);
       if (ahead.next != nullptr && k % kLine == 0) {
         const int64_t byte = k * static_cast<int64_t>(sizeof(Element));
-        if (ahead.places != nullptr) {
-          prefetch_places<kRows>(ahead, first, byte);
-        } else {
 #pragma GCC unroll 16
-          for (int j = 0; j < kRows; ++j) prefetch_line(next + j * ahead.row_bytes + byte, ahead.near);
-        }
+        for (int j = 0; j < kRows; ++j) prefetch_line(next[j] + byte, ahead.near);
       }
 #pragma GCC unroll 4
       for (int r = 0; r < Rows; ++r) {

@@ -17,6 +17,10 @@ struct RowsAhead {
   // Where each row begins, `offset` bytes before what is asked for; null: row_bytes apart, from `next` on.
   const char* const* places = nullptr;
   int64_t offset = 0;
+
+  ATTN_EXT_INLINE const char* row(int64_t i) const {
+    return places != nullptr ? places[i] + offset : next + i * row_bytes;
+  }
 };
 
 ATTN_EXT_INLINE void prefetch_line(const char* line, bool near) {
