@@ -22,9 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes long or much memory; runs with --slow")
-    config.addinivalue_line(
-        "markers", "careful: NaN and Inf must not spread; on a GPU by the composition"
-    )
+    config.addinivalue_line("markers", "careful: NaN and Inf must not spread; on a GPU by the composition")
     config.addinivalue_line("markers", "same_bits: does not run on a GPU, whose kernels do not promise it")
 
 

@@ -75,6 +75,8 @@ def test_dropout_is_accurate(case, op):
         assert_outputs_accurate(op, case.build(torch.bfloat16), dropout_seed=5)
         assert_gradients_accurate(op, case.build(torch.bfloat16), dropout_seed=5)
     assert "_tile_attend" in called and all(name.startswith("_tile_") for name in called)
+    differentiable = op in ("sdpa", "sdpa_with_lse") and case.name != "bias"  # others by the composition
+    assert ("_tile_grads" in called) == differentiable
 
 
 def explain(query, key, value, **options):
@@ -159,6 +161,28 @@ def test_every_band(dtype, gpu, sides):
                             atol = 1e-5 if dtype == F32 else 0.05
                             assert torch.allclose(grad.double(), exact[name], rtol=0.02, atol=atol), name
     assert called & {"_flash_attention_backward", "_efficient_attention_backward"}
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}], ids=str)
+def test_slices_of_one_row(options):
+    """The stride of a dim of size 1 is any number, also where a kernel looks at it."""
+    for rows, keys in ((1, 8), (8, 1), (1, 1)):
+        whole = Case("", (2, 3, 8, 19), (2, 3, 8, 19), (2, 3, 8, 19), options=options).build(torch.float16)
+        sliced = {"query": whole.query[:, :, :rows, :16], "key": whole.key[:, :, :keys, :16]}
+        arguments = whole.with_tensors(sliced | {"value": whole.value[:, :, :keys, :16]})
+        with gpu_of("hopper"):
+            assert_outputs_accurate("sdpa_with_lse", arguments)
+            assert_gradients_accurate("sdpa_with_lse", arguments)
+
+
+def test_bias_of_one_row_and_key():
+    shapes = (3, 1, 6), (3, 1, 6), (3, 1, 8)
+    options = {"is_causal": True, "window_left": 69}
+    for mask_shape in ((1,), (3, 1, 1)):
+        case = Case("", *shapes, mask="dead_row", mask_shape=mask_shape, sinks=True, options=options)
+        for dtype in (BF16, F32):
+            with gpu_of("older"):
+                assert_outputs_accurate("sdpa_with_lse", case.build(dtype))
 
 
 def test_layouts_need_no_copies_of_results():

@@ -10,8 +10,6 @@ namespace attn_ext::cuda {
 
 namespace {
 
-constexpr int64_t kBiasAlignment = 16;  // elements between the rows of a bias
-
 /// Whether rows begin at multiples of so many elements.
 bool bias_rows_are_aligned(const at::Tensor& mask) {
   const auto bytes = kBiasAlignment * static_cast<int64_t>(mask.element_size());

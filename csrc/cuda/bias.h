@@ -7,6 +7,8 @@
 
 namespace attn_ext::cuda {
 
+inline constexpr int64_t kBiasAlignment = 16;  // elements between the rows of a bias
+
 /// (Lq, keys), True where the band lets through.
 at::Tensor visible_by(const VisibleRange& range, int64_t query_len, const at::TensorOptions& options);
 

@@ -108,12 +108,12 @@ at::Tensor with_columns(const at::Tensor& tensor, int64_t columns, double number
   return wide.expand(whole);
 }
 
-at::Tensor with_row_strides(const at::Tensor& tensor) {
+at::Tensor with_row_strides(const at::Tensor& tensor, int64_t step) {
   at::DimVector strides(tensor.strides().begin(), tensor.strides().end());
   bool fits = true;
   for (size_t dim = 0; dim + 1 < strides.size(); ++dim) {
-    if (tensor.sizes()[dim] == 1 && strides[dim] % tensor.size(-1) != 0) {
-      strides[dim] = tensor.size(-1);
+    if (tensor.sizes()[dim] == 1 && strides[dim] % step != 0) {
+      strides[dim] = step;
       fits = false;
     }
   }

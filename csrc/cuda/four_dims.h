@@ -44,8 +44,8 @@ struct FourDims {
 /// put another dim than the last side by side, where that is of size 1.)
 at::Tensor with_columns(const at::Tensor& tensor, int64_t columns, double number);
 
-/// `tensor` with strides that are multiples of 16 bytes in dims of size 1 too, where a kernel looks at them.
-at::Tensor with_row_strides(const at::Tensor& tensor);
+/// `tensor` with strides that are multiples of `step` in dims of size 1 too, where a kernel looks at them.
+at::Tensor with_row_strides(const at::Tensor& tensor, int64_t step);
 
 /// `tensor` with the last dim side by side, of `columns`, zeros where it has fewer, and every row at a
 /// multiple of 16 bytes; itself where it is so.

@@ -161,6 +161,7 @@ class Planner {
            !purpose_.takes_grads_of_sides && !purpose_.wants_bias_grad && std::isfinite(problem.scale) &&
            !holds_nothing(args_, problem) && std::max(problem.head_dim, problem.value_dim) <= kTileDims &&
            c10::multiply_integers(problem.lead) <= kMostGridBlocks &&
+           problem.query_len <= kMostGridBlocks * kTileDimsStep &&
            has_tiles(args_.query, rounded_up(problem.head_dim, kTileDimsStep),
                      rounded_up(problem.value_dim, kTileDimsStep), purpose_.is_backward);
   }
@@ -185,9 +186,9 @@ class Planner {
       }
       tiles.mask = *whole;
     }
-    tiles.query = *query;
-    tiles.key = *key;
-    tiles.value = *value;
+    tiles.query = with_row_strides(*query, query->size(-1));
+    tiles.key = with_row_strides(*key, key->size(-1));
+    tiles.value = with_row_strides(*value, value->size(-1));
     tiles.seed = problem.dropout_p > 0.0 ? args_.dropout_seed : at::Tensor();
     tiles.low = problem.band.low.value_or(-kFar);
     tiles.high = problem.band.high.value_or(kFar);
@@ -251,9 +252,9 @@ class Planner {
     if (!query || !key || !value) {
       return false;
     }
-    call.query = with_row_strides(*query);
-    call.key = with_row_strides(*key);
-    call.value = with_row_strides(*value);
+    call.query = with_row_strides(*query, query->size(-1));
+    call.key = with_row_strides(*key, key->size(-1));
+    call.value = with_row_strides(*value, value->size(-1));
     return true;
   }
 
@@ -367,7 +368,7 @@ class Planner {
     if (!whole) {
       return false;
     }
-    call.bias = *whole;
+    call.bias = with_row_strides(*whole, rounded_up(call.range.keys(), kBiasAlignment));
     if (backend == Backend::kEfficient && purpose_.wants_lse) {
       at::DimVector sizes = mask_sizes(bias, call.range.keys());
       sizes.back() = 1;

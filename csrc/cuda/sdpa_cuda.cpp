@@ -217,8 +217,9 @@ SdpaInputs backward(const SdpaOutputs& grads, const SdpaArgs& args, const SavedO
     const int64_t dims = tiles.value.size(-1);
     const at::Tensor grad_lse =
         grads.lse.defined() ? of_shape(grads.lse, lse.sizes()).to(at::kFloat).contiguous() : at::Tensor();
-    const TileGrads made = tile_backward(tiles, aligned(grad_of_output(grads, plan), dims),
-                                         aligned(output, dims), lse, grad_lse);
+    const TileGrads made =
+        tile_backward(tiles, with_row_strides(aligned(grad_of_output(grads, plan), dims), dims),
+                      with_row_strides(aligned(output, dims), dims), lse, grad_lse);
     views = {made.query, made.key, made.value, {}};
     delta = made.delta;
   }

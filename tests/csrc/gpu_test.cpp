@@ -29,12 +29,10 @@ namespace bfloat16 {
 namespace half {
 #include "gpu_kernels.h"
 }  // namespace half
-#undef HELD
 #undef HEAD_DIM
 #undef VALUE_DIM
 #undef BUFFERS
 #undef WITH_WGMMA
-#define HELD 64
 #define HEAD_DIM 64
 #define VALUE_DIM 128
 #define BUFFERS 2
@@ -42,6 +40,11 @@ namespace half {
 namespace hopper {
 #include "gpu_kernels.h"
 }  // namespace hopper
+#undef HELD
+#define HELD 64
+namespace hopper_keys {
+#include "gpu_kernels.h"
+}  // namespace hopper_keys
 
 namespace {
 
@@ -124,7 +127,7 @@ struct Compiled {
 };
 
 constexpr Compiled kOfBfloat16{kBfloat16, 128, 32, 16, 8, 2}, kOfHalf{kHalf, 128, 48, 80, 8, 1},
-    kOfHopper{kHalf, 64, 64, 128, 0, 2};
+    kOfHopper{kHalf, 128, 64, 128, 0, 2}, kOfHopperKeys{kHalf, 64, 64, 128, 0, 2};
 
 /// What a case takes, and what is right.
 struct Data {
@@ -364,8 +367,9 @@ void test_weights(const Data& data, void (*weights)(Params)) {
   data.expect("a weight", made, right, 1e-4);
 }
 
-template <class Params>
-void test_grads(const Data& data, void (*grad_query)(Params), void (*grad_keys)(Params)) {
+template <class Params, class KeyParams>
+void test_grads(const Data& data, void (*grad_query)(Params), const Compiled& of_keys,
+                void (*grad_keys)(KeyParams)) {
   const Case& one = data.one;
   const uint16_t nothing = data.format.narrow(7.0F);
   std::vector<uint16_t> query(data.query.size(), nothing), key(data.key.size(), nothing),
@@ -374,60 +378,73 @@ void test_grads(const Data& data, void (*grad_query)(Params), void (*grad_keys)(
   auto p = data.params<Params>();
   p.delta = delta.data();
   p.grad_query = query.data();
-  p.grad_key = key.data();
-  p.grad_value = value.data();
+  auto k = data.params<KeyParams>();
+  k.delta = delta.data();
+  k.grad_key = key.data();
+  k.grad_value = value.data();
   const Compiled& compiled = data.compiled;
-  const size_t bytes = compiled.held_bytes() + 2 * compiled.passing_bytes();
-  gpu::launch({compiled.blocks(one.query_len) * data.heads, 1, 1}, compiled.threads(), bytes,
+  const auto bytes = [](const Compiled& of) { return of.held_bytes() + 2 * of.passing_bytes(); };
+  gpu::launch({compiled.blocks(one.query_len) * data.heads, 1, 1}, compiled.threads(), bytes(compiled),
               [&] { grad_query(p); });
-  gpu::launch({compiled.blocks(one.key_len) * data.heads / one.group, 1, 1}, compiled.threads(),
-              bytes + 2 * 2 * 64 * sizeof(float), [&] { grad_keys(p); });
+  gpu::launch({of_keys.blocks(one.key_len) * data.heads / one.group, 1, 1}, of_keys.threads(),
+              bytes(of_keys) + 2 * 2 * 64 * sizeof(float), [&] { grad_keys(k); });
   data.expect_sums("a gradient of the query", query, data.grad_query);
   data.expect_sums("a gradient of a key", key, data.grad_key);
   data.expect_sums("a gradient of a value", value, data.grad_value);
 }
 
-/// A row of NaN is no row that sees nothing.
+/// A row of NaN is no row that sees nothing, and a key that it does not see has nothing of it.
 void expect_nan() {
   constexpr int kHeadDim = kOfHalf.head_dim, kValueDim = kOfHalf.value_dim;
-  std::vector<uint16_t> numbers(4 * kHeadDim, gpu::to_half(1.0F)), made(4), output(2 * kValueDim);
-  const std::vector<uint16_t> values(2 * kValueDim, gpu::to_half(1.0F));
-  std::fill(numbers.begin(), numbers.begin() + kHeadDim, gpu::to_half(std::nanf("")));
-  std::vector<float> lse(2);
+  const uint16_t kOne = gpu::to_half(1.0F);
+  std::vector<uint16_t> query(2 * kHeadDim, kOne), made(4), output(2 * kValueDim), grad_key(2 * kHeadDim),
+      grad_value(2 * kValueDim);
+  const std::vector<uint16_t> key(2 * kHeadDim, kOne), value(2 * kValueDim, kOne);
+  std::fill(query.begin(), query.begin() + kHeadDim, gpu::to_half(std::nanf("")));
+  std::vector<float> lse(2), delta(2);
   half::TileParams p{};
-  p.query = numbers.data();
-  p.key = numbers.data() + 2 * kHeadDim;
-  p.value = values.data();
+  p.query = query.data();
+  p.key = key.data();
+  p.value = p.grad_output = p.saved_output = value.data();
   p.query_strides[2] = p.key_strides[2] = kHeadDim;
-  p.value_strides[2] = kValueDim;
+  p.value_strides[2] = p.grad_output_strides[2] = p.saved_output_strides[2] = kValueDim;
   p.lse = p.made_lse = lse.data();
+  p.delta = delta.data();
   p.weights = made.data();
   p.output = output.data();
+  p.grad_key = grad_key.data();
+  p.grad_value = grad_value.data();
   p.batches = p.heads = p.heads_together = p.group = 1;
   p.query_len = p.key_len = p.rows = 2;
   p.low = -2;
-  p.high = 2;
   p.scale = 1.0F;
-  const size_t kBytes = 3 * kOfHalf.tile_bytes(128, kHeadDim);
-  gpu::launch({1, 1, 1}, kOfHalf.threads(), kBytes, [&] { half::attend(p); });
-  gpu::launch({1, 1, 1}, kOfHalf.threads(), kBytes, [&] { half::weights(p); });
-  const bool shows = std::isnan(lse[0]) && std::isnan(gpu::from_half(made[0])) &&
-                     std::isnan(gpu::from_half(output[0])) && std::isfinite(lse[1]) &&
-                     gpu::from_half(made[2]) == 0.5F && gpu::from_half(output[kValueDim]) == 1.0F;
-  if (!shows) {
-    ++failures;
-    std::printf("NaN: lse %g %g, weights %g %g\n", lse[0], lse[1], gpu::from_half(made[0]),
-                gpu::from_half(made[2]));
+  const size_t bytes = 2 * kOfHalf.held_bytes() + 2 * kOfHalf.passing_bytes();
+  for (const bool causal : {false, true}) {
+    p.high = causal ? 0 : 2;
+    gpu::launch({1, 1, 1}, kOfHalf.threads(), bytes, [&] { half::attend(p); });
+    gpu::launch({1, 1, 1}, kOfHalf.threads(), bytes, [&] { half::weights(p); });
+    gpu::launch({1, 1, 1}, kOfHalf.threads(), bytes, [&] { half::grad_keys(p); });
+    const auto number = [](uint16_t bits) { return gpu::from_half(bits); };
+    const bool shows = std::isnan(lse[0]) && std::isnan(number(made[0])) && std::isnan(number(output[0])) &&
+                       std::isnan(number(grad_value[0])) && std::isnan(number(grad_key[0]));
+    const bool stays = std::isfinite(lse[1]) && number(made[2]) == 0.5F && number(output[kValueDim]) == 1.0F;
+    const bool hides = number(made[1]) == 0.0F && number(grad_value[kValueDim]) == 0.5F &&
+                       std::isfinite(number(grad_key[kHeadDim]));
+    if (!shows || !stays || hides != causal) {
+      ++failures;
+      std::printf("NaN, %s: lse %g %g, weights %g %g %g\n", causal ? "causal" : "all seen", lse[0], lse[1],
+                  number(made[0]), number(made[1]), number(made[2]));
+    }
   }
 }
 
-template <class Params>
+template <class Params, class KeyParams>
 void test(const Case& one, const Compiled& compiled, void (*attend)(Params), void (*weights)(Params),
-          void (*grad_query)(Params), void (*grad_keys)(Params)) {
+          void (*grad_query)(Params), const Compiled& of_keys, void (*grad_keys)(KeyParams)) {
   const Data data(one, compiled);
   test_attend(data, attend);
   test_weights(data, weights);
-  test_grads(data, grad_query, grad_keys);
+  test_grads(data, grad_query, of_keys, grad_keys);
 }
 
 }  // namespace
@@ -435,10 +452,11 @@ void test(const Case& one, const Compiled& compiled, void (*attend)(Params), voi
 int main() {
   expect_nan();
   for (const Case& one : kCases) {
-    test(one, kOfBfloat16, &bfloat16::attend, &bfloat16::weights, &bfloat16::grad_query,
+    test(one, kOfBfloat16, &bfloat16::attend, &bfloat16::weights, &bfloat16::grad_query, kOfBfloat16,
          &bfloat16::grad_keys);
-    test(one, kOfHalf, &half::attend, &half::weights, &half::grad_query, &half::grad_keys);
-    test(one, kOfHopper, &hopper::attend, &hopper::weights, &hopper::grad_query, &hopper::grad_keys);
+    test(one, kOfHalf, &half::attend, &half::weights, &half::grad_query, kOfHalf, &half::grad_keys);
+    test(one, kOfHopper, &hopper::attend, &hopper::weights, &hopper::grad_query, kOfHopperKeys,
+         &hopper_keys::grad_keys);
     std::printf("%s: done, %d failures so far\n", one.name.c_str(), failures);
   }
   return failures == 0 ? EXIT_SUCCESS : EXIT_FAILURE;

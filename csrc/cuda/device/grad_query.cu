@@ -4,7 +4,7 @@
 //   dQ = scale dS K
 
 /// rowsum(dO O) - dLse of a row, in all four threads that have columns of it. What comes in where O is 0, at
-/// a row that sees nothing, reaches nothing, NaN neither.
+/// a row that sees nothing, does not reach it, NaN neither.
 DEVICE float delta_of(const TileParams& p, const Place& place, int row) {
   const u16* const grads =
       of_head(p.grad_output, p.grad_output_strides, place.n, place.h) + row * p.grad_output_strides[2];

@@ -104,7 +104,7 @@ DEVICE float bias_at(const TileParams& p, const Place& place, int row, int key) 
                             : ((const float*)p.bias)[at];
 }
 
-/// Beyond, softcap is made the slower way, by which scores near 0 keep their digits.
+/// From here on softcap is made the slower way, by which scores keep their last digits.
 constexpr float kWideSoftcap = 256.0f;
 
 /// A kind of tile, for the compiler.
@@ -133,18 +133,7 @@ struct Scorer {
   DEVICE explicit Scorer(const TileParams& params)
       : p(params), argument(params.softcap > 0.0f ? params.scale / params.softcap : 0.0f) {}
 
-  DEVICE float capped(float product, float& slope) const {
-    const float tanh = 1.0f - __fdividef(2.0f, __expf(2.0f * argument * product) + 1.0f);
-    slope = 1.0f - tanh * tanh;
-    return p.softcap * tanh;
-  }
-
-  DEVICE float capped_wide(float product, float& slope) const {
-    const float x = product * argument, square = x * x;
-    if (fabsf(x) > 0.1f) {
-      return capped(product, slope);
-    }
-    const float tanh = x * (1.0f + square * (square * (2.0f / 15.0f) - 1.0f / 3.0f));
+  DEVICE float capped(float tanh, float& slope) const {
     slope = 1.0f - tanh * tanh;
     return p.softcap * tanh;
   }
@@ -153,12 +142,16 @@ struct Scorer {
   DEVICE float score(Kind, const Place& place, float product, int row, int key, float& slope) const {
     slope = 1.0f;
     if constexpr (Kind::is_whole) {
-      return Kind::is_capped ? capped(product, slope) : product * p.scale;
+      if constexpr (!Kind::is_capped) {
+        return product * p.scale;
+      }
+      const float tanh = 1.0f - __fdividef(2.0f, __expf(2.0f * argument * product) + 1.0f);
+      return capped(tanh, slope);
     }
     const int distance = key - row;
     const bool is_visible =
         (row < p.query_len) & (key < p.key_len) & (distance >= p.low) & (distance <= p.high);
-    float made = p.softcap > 0.0f ? capped_wide(product, slope) : product * p.scale;
+    float made = p.softcap > 0.0f ? capped(tanhf(product * argument), slope) : product * p.scale;
     if (p.bias_kind != 0 && is_visible) {
       made += bias_at(p, place, row, key);
     }

@@ -98,7 +98,8 @@ KERNEL(WITH_DROPOUT ? 2 : 3) weights(const TileParams p) {
         for (int i = 0; i < 4; ++i) {
           float slope, &weight = weights.at[block][i];
           weight = scorer.score(kind, place, weight, row + line_at(i), key + column_at(block, i), slope);
-          weight = __expf(weight - from[i / 2]) * factor;
+          // Of what is hidden it is 0, though lse be NaN.
+          weight = !kind.is_whole && weight == -kInfinity ? 0.0f : __expf(weight - from[i / 2]) * factor;
         }
       }
     });
