@@ -19,7 +19,6 @@ template <int columns>
 void begin_products(Numbers<columns>&) {}
 template <int columns>
 void settle(Numbers<columns>&) {}
-inline void settle(u32 (&)[4]) {}
 inline void end_products() {}
 template <int running>
 void wait_for_products() {}

@@ -108,14 +108,16 @@ KERNEL(HELD == 64 ? 2 : 1) grad_keys(const TileParams p) {
             const int column = column_at(block, i);
             float slope, &score = scores.at[block][i];
             const float made = scorer.score(kind, place, score, row + column, key + key_at(i), slope);
-            const bool is_hidden = !kind.is_whole && made == -kInfinity;
-            const float weight = is_hidden ? 0.0f : __expf(made - subtrahend(lse[column]));
+            const float weight = __expf(made - subtrahend(lse[column]));
             weights.at[block][i] = weight * factor;
             score = weight * slope;
-            hidden |= (u32)is_hidden << (block * 4 + i);
+            if (!kind.is_whole) {
+              hidden |= (u32)(made == -kInfinity) << (block * 4 + i);
+            }
           }
         }
       });
+      clear_hidden(weights, hidden);
       if (has_dropout(p)) {
         finish<0>(grad_weights);
         drop(p, place, row, key, seed, weights, grad_weights);

@@ -206,8 +206,23 @@ DEVICE void drop(const TileParams& p, const Place& place, int row, int key, u64 
   }
 }
 
-/// dS of P softcap' and what comes in at P, in the place of the former. Nothing of what is hidden, of which
-/// `hidden` has a bit for each element, reaches anything, NaN neither.
+/// Nothing of what is hidden, of which `hidden` has a bit for each element, reaches anything, NaN neither.
+DEVICE void clear_hidden(Numbers<kPassing>& numbers, u32 hidden) {
+  if (hidden == 0) {
+    return;
+  }
+#pragma unroll
+  for (int block = 0; block < kPassing / 8; ++block) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (hidden >> (block * 4 + i) & 1) {
+        numbers.at[block][i] = 0.0f;
+      }
+    }
+  }
+}
+
+/// dS of P softcap' and what comes in at P, in the place of the former.
 template <class DeltaAt>
 DEVICE void make_grad_scores(Numbers<kPassing>& scores, const Numbers<kPassing>& grad_weights, float factor,
                              u32 hidden, DeltaAt delta_at) {
@@ -218,17 +233,7 @@ DEVICE void make_grad_scores(Numbers<kPassing>& scores, const Numbers<kPassing>&
       scores.at[block][i] *= grad_weights.at[block][i] * factor - delta_at(block, i);
     }
   }
-  if (hidden != 0) {
-#pragma unroll
-    for (int block = 0; block < kPassing / 8; ++block) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (hidden >> (block * 4 + i) & 1) {
-          scores.at[block][i] = 0.0f;
-        }
-      }
-    }
-  }
+  clear_hidden(scores, hidden);
 }
 
 /// Of a launch over blocks of lines of `heads` heads: heads whose other lines fit into a cache together take

@@ -62,11 +62,7 @@ DEVICE void start_product(Numbers<columns>& sum, const u16* left, const u16* rig
 
 /// sum += left (16 lines, inner) right (inner, columns).
 template <int inner, int columns>
-DEVICE void start_adding_product(Numbers<columns>& sum, Rounded<inner> left, const u16* right) {
-#pragma unroll
-  for (int k = 0; k < inner / 16; ++k) {
-    settle(left.at[k]);
-  }
+DEVICE void start_adding_product(Numbers<columns>& sum, const Rounded<inner>& left, const u16* right) {
   begin_products(sum);
 #pragma unroll
   for (int k = 0; k < inner / 16; ++k) {

@@ -31,10 +31,6 @@ DEVICE void settle(Numbers<128>& c) {
   asm volatile("" : ATTN_EXT_BLOCKS(c, 0), ATTN_EXT_BLOCKS(c, 8)::"memory");
 }
 
-DEVICE void settle(u32 (&words)[4]) {
-  asm volatile("" : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])::"memory");
-}
-
 template <int columns>
 DEVICE void begin_products(Numbers<columns>& c) {
   settle(c);
