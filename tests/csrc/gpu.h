@@ -1,5 +1,6 @@
 // A GPU for the kernels of csrc/cuda/device, in threads: blocks run one after the other, the threads of a
-// block at once, and what a warp does together waits for its lanes. The same words as
+// block at once, and what a warp does together waits for its lanes. What goes on by itself, copies and
+// Hopper's products, is done at once or as late as waiting for it allows. The same words as
 // csrc/cuda/device/primitives.cu.
 #pragma once
 
@@ -40,6 +41,36 @@ struct Index {
   int x = 0, y = 0, z = 0;
 };
 
+/// What a thread has begun and that goes on by itself, in groups.
+class Begun {
+ public:
+  explicit Begun(const bool& is_late) : is_late_(is_late) {}
+
+  void begin(std::function<void()> work) {
+    if (is_late_) {
+      groups_.back().push_back(std::move(work));
+    } else {
+      work();
+    }
+  }
+  void end_group() { groups_.emplace_back(); }
+  /// Until no more than so many of the groups that have ended go on.
+  void wait(size_t groups) {
+    while (groups_.size() > groups + 1) {
+      for (const auto& work : groups_.front()) {
+        work();
+      }
+      groups_.erase(groups_.begin());
+    }
+  }
+
+ private:
+  const bool& is_late_;
+  std::vector<std::vector<std::function<void()>>> groups_{1};
+};
+
+inline bool copies_are_late = false, products_are_late = false;
+inline thread_local Begun copies(copies_are_late), products(products_are_late);
 inline thread_local Index thread, block;
 inline thread_local Block* running = nullptr;
 

@@ -12,19 +12,27 @@ inline u32 address_of(const void* shared) {
   return static_cast<u32>(static_cast<const u8*>(shared) - gpu::running->shared.data());
 }
 
+/// In the thread's own time.
+inline void copy_bytes(void* to, const void* from, size_t bytes, int there) {
+  gpu::copies.begin([=] {
+    if (there) {
+      std::memcpy(to, from, bytes);
+    } else {
+      std::memset(to, 0, bytes);
+    }
+  });
+}
 inline void copy_16_bytes(u16* to, const u16* from, int there) {
-  if (there) {
-    std::memcpy(to, from, 16);
-  } else {
-    std::memset(to, 0, 16);
-  }
+  copy_bytes(to, from, 16, there);
 }
-
 inline void copy_4_bytes(float* to, const float* from, int there) {
-  *to = there ? *from : 0.0F;
+  copy_bytes(to, from, 4, there);
 }
 
-inline void wait_for_copies() {}
+inline void wait_for_copies() {
+  gpu::copies.end_group();
+  gpu::copies.wait(0);
+}
 
 inline float unpack(u16 number) {
   return IS_BFLOAT16 ? gpu::from_bfloat16(number) : gpu::from_half(number);

@@ -450,7 +450,10 @@ void test(const Case& one, const Compiled& compiled, void (*attend)(Params), voi
 
 int main() {
   expect_nan();
+  gpu::products_are_late = true;
   for (const Case& one : kCases) {
+    // At once, a copy shows if somebody still reads what it writes over; late, if somebody does not wait.
+    gpu::copies_are_late = !gpu::copies_are_late;
     test(one, kOfBfloat16, &bfloat16::attend, &bfloat16::weights, &bfloat16::grad_query, kOfBfloat16,
          &bfloat16::grad_keys);
     test(one, kOfHalf, &half::attend, &half::weights, &half::grad_query, kOfHalf, &half::grad_keys);

@@ -19,9 +19,13 @@ template <int columns>
 void begin_products(Numbers<columns>&) {}
 template <int columns>
 void settle(Numbers<columns>&) {}
-inline void end_products() {}
+inline void end_products() {
+  gpu::products.end_group();
+}
 template <int running>
-void wait_for_products() {}
+void wait_for_products() {
+  gpu::products.wait(running);
+}
 
 template <int columns, class Left>
 void multiply(Numbers<columns>& c, u64 b, bool across, Left left) {
@@ -38,10 +42,12 @@ void multiply(Numbers<columns>& c, u64 b, bool across, Left left) {
 
 template <int columns>
 void multiply_tiles(Numbers<columns>& c, u64 a, u64 b, int adds) {
-  if (!adds) {
-    clear(c);
-  }
-  multiply(c, b, false, [&](int i, int k) { return number_at(a, line_at(i) % 64, k, false); });
+  gpu::products.begin([&c, a, b, adds] {
+    if (!adds) {
+      clear(c);
+    }
+    multiply(c, b, false, [&](int i, int k) { return number_at(a, line_at(i) % 64, k, false); });
+  });
 }
 
 template <int columns>
@@ -50,9 +56,13 @@ void multiply_rounded(Numbers<columns>& c, const u32 (&a)[4], u64 b) {
   const int lane = gpu::lane();
   warp.numbers[lane] = {a[0], a[1], a[2], a[3]};
   warp.barrier.arrive_and_wait();
-  multiply(c, b, true, [&](int i, int k) {
-    const u32 word = warp.numbers[lane / 4 * 4 + k % 8 / 2][i / 2 + k / 8 * 2];
-    return unpack(static_cast<u16>(word >> (k % 2 * 16)));
-  });
+  std::array<std::array<u32, 6>, 4> four;  // of the lanes that have this one's rows
+  std::copy_n(warp.numbers.begin() + lane / 4 * 4, 4, four.begin());
   warp.barrier.arrive_and_wait();
+  gpu::products.begin([&c, four, b] {
+    multiply(c, b, true, [&](int i, int k) {
+      const u32 word = four[k % 8 / 2][i / 2 + k / 8 * 2];
+      return unpack(static_cast<u16>(word >> (k % 2 * 16)));
+    });
+  });
 }
