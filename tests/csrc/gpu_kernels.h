@@ -18,6 +18,8 @@
 
 #include "../../csrc/cuda/device/attend.cu"
 
+#include "../../csrc/cuda/device/merge.cu"
+
 #include "../../csrc/cuda/device/weights.cu"
 
 #include "../../csrc/cuda/device/grad_query.cu"

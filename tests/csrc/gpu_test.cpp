@@ -325,17 +325,23 @@ struct Data {
 };
 
 template <class Params>
-void test_attend(const Data& data, void (*attend)(Params)) {
+void test_attend(const Data& data, void (*attend)(Params), void (*merge)(Params), int parts) {
   const Case& one = data.one;
   std::vector<uint16_t> output(data.output.size(), data.format.narrow(7.0F));
-  std::vector<float> lse(data.lines, 7.0F);
+  std::vector<float> lse(data.lines, 7.0F), part_output(output.size() * parts), part_lse(data.lines * parts);
   auto p = data.params<Params>();
   p.output = output.data();
   p.made_lse = lse.data();
+  p.parts = parts;
+  p.part_output = part_output.data();
+  p.part_lse = part_lse.data();
   const Compiled& compiled = data.compiled;
-  gpu::launch({compiled.blocks(one.query_len) * data.heads, 1, 1}, compiled.threads(),
+  gpu::launch({compiled.blocks(one.query_len) * data.heads, parts, 1}, compiled.threads(),
               compiled.tile_bytes(compiled.held, data.head_dim) + compiled.buffers * compiled.passing_bytes(),
               [&] { attend(p); });
+  if (parts > 1) {
+    gpu::launch({static_cast<int>(data.lines + 7) / 8, 1, 1}, compiled.threads(), 0, [&] { merge(p); });
+  }
   for (size_t line = 0; line < data.lines; ++line) {
     expect_near(one, "lse", lse[line], data.lse[line], 1e-4);
   }
@@ -414,7 +420,7 @@ void expect_nan() {
   p.output = output.data();
   p.grad_key = grad_key.data();
   p.grad_value = grad_value.data();
-  p.batches = p.heads = p.heads_together = p.group = 1;
+  p.batches = p.heads = p.heads_together = p.group = p.parts = 1;
   p.query_len = p.key_len = p.rows = 2;
   p.low = -2;
   p.scale = 1.0F;
@@ -438,10 +444,12 @@ void expect_nan() {
 }
 
 template <class Params, class KeyParams>
-void test(const Case& one, const Compiled& compiled, void (*attend)(Params), void (*weights)(Params),
-          void (*grad_query)(Params), const Compiled& of_keys, void (*grad_keys)(KeyParams)) {
+void test(const Case& one, const Compiled& compiled, void (*attend)(Params), void (*merge)(Params),
+          void (*weights)(Params), void (*grad_query)(Params), const Compiled& of_keys,
+          void (*grad_keys)(KeyParams)) {
   const Data data(one, compiled);
-  test_attend(data, attend);
+  test_attend(data, attend, merge, 1);
+  test_attend(data, attend, merge, 3);
   test_weights(data, weights);
   test_grads(data, grad_query, of_keys, grad_keys);
 }
@@ -454,11 +462,12 @@ int main() {
   for (const Case& one : kCases) {
     // At once, a copy shows if somebody still reads what it writes over; late, if somebody does not wait.
     gpu::copies_are_late = !gpu::copies_are_late;
-    test(one, kOfBfloat16, &bfloat16::attend, &bfloat16::weights, &bfloat16::grad_query, kOfBfloat16,
-         &bfloat16::grad_keys);
-    test(one, kOfHalf, &half::attend, &half::weights, &half::grad_query, kOfHalf, &half::grad_keys);
-    test(one, kOfHopper, &hopper::attend, &hopper::weights, &hopper::grad_query, kOfHopperKeys,
-         &hopper_keys::grad_keys);
+    test(one, kOfBfloat16, &bfloat16::attend, &bfloat16::merge, &bfloat16::weights, &bfloat16::grad_query,
+         kOfBfloat16, &bfloat16::grad_keys);
+    test(one, kOfHalf, &half::attend, &half::merge, &half::weights, &half::grad_query, kOfHalf,
+         &half::grad_keys);
+    test(one, kOfHopper, &hopper::attend, &hopper::merge, &hopper::weights, &hopper::grad_query,
+         kOfHopperKeys, &hopper_keys::grad_keys);
     std::printf("%s: done, %d failures so far\n", one.name.c_str(), failures);
   }
   return failures == 0 ? EXIT_SUCCESS : EXIT_FAILURE;

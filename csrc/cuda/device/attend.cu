@@ -4,6 +4,8 @@
 //
 // Sums are of exp(S - largest so far). They are scaled when a larger score comes. Defined from outside:
 // BUFFERS, 2 where there is room for the next keys and values beside those that are read, else 1.
+//
+// Where there are fewer blocks of rows than processors, blocks have parts of the keys, and merge.cu the rest.
 
 struct RowSums {  // of rows g and g + 8, of this thread's columns
   float largest[2] = {-kInfinity, -kInfinity}, sum[2] = {0.0f, 0.0f};
@@ -52,30 +54,44 @@ DEVICE void take_scores(Numbers<kPassing>& scores, RowSums& rows, Numbers<VALUE_
 DEVICE void store_rows(const TileParams& p, const Place& place, int row, RowSums& rows,
                        const Numbers<VALUE_DIM>& output) {
   const float kept = has_dropout(p) ? p.kept : 1.0f;
+  const i64 before = (i64)blockIdx.y * p.batches * p.heads * p.query_len;  // lines of the parts before
+  float* const made_lse = p.parts > 1 ? p.part_lse + before : p.made_lse;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float sum = rows.sum[half];
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-    const float largest = rows.largest[half];
     const int at = row + line_at(half * 2);
     if (at >= p.query_len) {
       continue;
     }
     const i64 line = line_of(p, place, at);
     if (threadIdx.x % 4 == 0) {
-      // A NaN, which is not the largest of anything, shows in the sum.
-      p.made_lse[line] =
-          largest == kInfinity ? largest : (largest == -kInfinity ? 0.0f : largest) + logf(sum);
+      made_lse[line] = lse_of(rows.largest[half], sum);
     }
     const float factor = sum == 0.0f ? 0.0f : kept / sum;
 #pragma unroll
     for (int block = 0; block < VALUE_DIM / 8; ++block) {
-      const float(&numbers)[4] = output.at[block];
-      *(u32*)(p.output + line * VALUE_DIM + column_at(block, 0)) =
-          pack(numbers[2 * half] * factor, numbers[2 * half + 1] * factor);
+      const float first = output.at[block][2 * half] * factor,
+                  second = output.at[block][2 * half + 1] * factor;
+      const i64 place_of_first = line * VALUE_DIM + column_at(block, 0);
+      if (p.parts > 1) {
+        float* const part = p.part_output + before * VALUE_DIM + place_of_first;
+        part[0] = first;
+        part[1] = second;
+      } else {
+        *(u32*)(p.output + place_of_first) = pack(first, second);
+      }
     }
   }
+}
+
+/// Those of this block's part.
+DEVICE Range part_of(const TileParams& p, const Range& range) {
+  const int steps = (range.end - range.begin + kPassing - 1) / kPassing;
+  const int steps_of_part = (steps + p.parts - 1) / p.parts;
+  const i64 begin = range.begin + (i64)blockIdx.y * steps_of_part * kPassing;
+  return {(int)min(begin, (i64)range.end), (int)min(begin + (i64)steps_of_part * kPassing, (i64)range.end)};
 }
 
 KERNEL(2) attend(const TileParams p) {
@@ -87,7 +103,7 @@ KERNEL(2) attend(const TileParams p) {
   const Turn mine = turn_of(p, p.batches * p.heads, blocks);
   const Place place = place_of(p, mine.head);
   const int row = (blocks - 1 - mine.block) * kHeld;  // the last rows see most if there is a causal mask
-  const Range range = keys_seen(p, row);
+  const Range range = part_of(p, keys_seen(p, row));
   const u16* const key_head = of_head(p.key, p.key_strides, place.n, place.kv);
   const u16* const value_head = of_head(p.value, p.value_strides, place.n, place.kv);
   const auto load = [&](int key, int turn) {

@@ -51,10 +51,11 @@ struct Cuda {
   bool is_complete = false;
 };
 
-constexpr int kMajor = 75, kMinor = 76, kMostSharedBytes = 97;  // attributes of a device
-constexpr int kDynamicSharedBytes = 8;                          // of a function
-constexpr int kPassing = 64, kThreadsOfLine = 2;                // as in numbers.cu
-constexpr int kPad = 8;                                         // as in mma.cu
+// Attributes of a device.
+constexpr int kProcessors = 16, kMajor = 75, kMinor = 76, kMostSharedBytes = 97;
+constexpr int kDynamicSharedBytes = 8;            // of a function
+constexpr int kPassing = 64, kThreadsOfLine = 2;  // as in numbers.cu
+constexpr int kPad = 8;                           // as in mma.cu
 
 /// PyTorch's own library of just these two, which finds them where its wheels put them; it lies beside the
 /// others.
@@ -155,6 +156,8 @@ Source source_of(TileKernel kernel) {
   switch (kernel) {
     case TileKernel::kAttend:
       return {"attend", sources::kAttend};
+    case TileKernel::kMerge:
+      return {"merge", sources::kMerge};
     case TileKernel::kWeights:
       return {"weights", sources::kWeights};
     case TileKernel::kGradQuery:
@@ -220,6 +223,8 @@ size_t bytes_of(TileKernel kernel, const TileDims& dims, const Variant& variant)
   switch (kernel) {
     case TileKernel::kAttend:
       return held + static_cast<size_t>(variant.buffers) * (passing + passing_values);
+    case TileKernel::kMerge:
+      return 0;
     case TileKernel::kWeights:
       return held + 2 * passing;
     case TileKernel::kGradQuery:
@@ -288,6 +293,10 @@ bool has_tile_kernel(TileKernel kernel, const TileDims& dims, c10::Device device
   const int capability = capability_of(device);
   return capability >= kFirst && std::find(known.begin(), known.end(), capability) != known.end() &&
          fits(kernel, dims, variant_of(kernel, dims, device), device);
+}
+
+int64_t processors_of(c10::Device device) {
+  return attribute_of(device, kProcessors);
 }
 
 int64_t lines_held(TileKernel kernel, const TileDims& dims, c10::Device device) {

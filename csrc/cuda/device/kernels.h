@@ -16,7 +16,7 @@ inline constexpr int64_t kTileDims = 128;            // at most, of query and va
 inline constexpr int64_t kTileDimsStep = 16;         // of which they are multiples
 inline constexpr int64_t kKeysOfWeightsBlock = 512;  // as in weights.cu
 
-enum class TileKernel : int { kAttend, kWeights, kGradQuery, kGradKeys };
+enum class TileKernel : int { kAttend, kMerge, kWeights, kGradQuery, kGradKeys };
 
 /// What a kernel is compiled for.
 struct TileDims {
@@ -27,6 +27,9 @@ struct TileDims {
 
 /// Whether the device has the matrix units and the memory, and PyTorch the compiler.
 bool has_tile_kernel(TileKernel kernel, const TileDims& dims, c10::Device device);
+
+/// Of a device.
+int64_t processors_of(c10::Device device);
 
 /// How many rows or keys a block holds.
 int64_t lines_held(TileKernel kernel, const TileDims& dims, c10::Device device);

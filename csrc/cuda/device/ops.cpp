@@ -83,11 +83,11 @@ int64_t key_heads_together(const TileCall& call, int64_t lines) {
   return std::clamp(kCacheBytes / bytes, int64_t{1}, call.key.size(0) * call.key.size(1));
 }
 
-void launch_over_rows(TileKernel kernel, TileParams params, const TileCall& call) {
+void launch_over_rows(TileKernel kernel, TileParams params, const TileCall& call, int64_t parts = 1) {
   params.heads_together = params.group * static_cast<int>(key_heads_together(call, call.key.size(2)));
   const int64_t heads = call.query.size(0) * call.query.size(1);
-  launch_tile_kernel(kernel, params, dims_of(call), {heads * blocks_of(call.query.size(2), kernel, call)},
-                     call.query.device());
+  launch_tile_kernel(kernel, params, dims_of(call),
+                     {heads * blocks_of(call.query.size(2), kernel, call), parts}, call.query.device());
 }
 
 void launch_over_keys(TileKernel kernel, TileParams params, const TileCall& call) {
@@ -97,15 +97,38 @@ void launch_over_keys(TileKernel kernel, TileParams params, const TileCall& call
                      call.query.device());
 }
 
+/// Of the keys: where rows are few, as many parts as keep the processors busy, of some steps each.
+int64_t parts_of(const TileCall& call) {
+  constexpr int64_t kBlocksOfProcessor = 2, kLeastKeys = 256;
+  const int64_t blocks =
+      call.query.size(0) * call.query.size(1) * blocks_of(call.query.size(2), TileKernel::kAttend, call);
+  const int64_t wanted = processors_of(call.query.device()) * kBlocksOfProcessor / blocks;
+  return std::clamp(std::min(wanted, call.key.size(2) / kLeastKeys), int64_t{1}, int64_t{64});
+}
+
 std::tuple<at::Tensor, at::Tensor> tile_attend(const TileCall& call) {
   const at::Tensor& query = call.query;
   const at::DimVector rows{query.size(0), query.size(1), query.size(2)};
-  const at::Tensor output = at::empty({rows[0], rows[1], rows[2], call.value.size(-1)}, query.options());
-  const at::Tensor lse = at::empty(rows, query.options().dtype(at::kFloat));
+  const at::DimVector lines{rows[0], rows[1], rows[2], call.value.size(-1)};
+  const auto floats = query.options().dtype(at::kFloat);
+  const at::Tensor output = at::empty(lines, query.options()), lse = at::empty(rows, floats);
   TileParams params = params_of(call);
   params.output = numbers_into(output);
   params.made_lse = lse.mutable_data_ptr<float>();
-  launch_over_rows(TileKernel::kAttend, params, call);
+  params.parts = static_cast<int>(parts_of(call));
+  at::Tensor part_output, part_lse;
+  if (params.parts > 1) {
+    part_output = at::empty({params.parts, output.numel()}, floats);
+    part_lse = at::empty({params.parts, lse.numel()}, floats);
+    params.part_output = part_output.mutable_data_ptr<float>();
+    params.part_lse = part_lse.mutable_data_ptr<float>();
+  }
+  launch_over_rows(TileKernel::kAttend, params, call, params.parts);
+  if (params.parts > 1) {
+    constexpr int64_t kLinesOfBlock = 8;  // as in merge.cu, of 128 lines held
+    launch_tile_kernel(TileKernel::kMerge, params, dims_of(call), {blocks_of(lse.numel(), kLinesOfBlock)},
+                       query.device());
+  }
   return {output, lse};
 }
 

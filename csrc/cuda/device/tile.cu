@@ -159,6 +159,12 @@ struct Scorer {
   }
 };
 
+/// Of the largest score and the sum of exp(S - largest). A NaN, which is not the largest of anything, shows
+/// in the sum.
+DEVICE float lse_of(float largest, float sum) {
+  return largest == kInfinity ? largest : (largest == -kInfinity ? 0.0f : largest) + logf(sum);
+}
+
 /// What is subtracted from the scores of a row: of one that sees nothing, +inf.
 DEVICE float subtrahend(float lse) {
   return lse == -kInfinity ? kInfinity : lse;
