@@ -38,7 +38,7 @@
 // forward pass, may be read in place of being made again: not with dropout, which is in them.
 #define ATTN_EXT_PART ", SymInt[]? dropout_origin=None, bool unrounded=False"
 
-#define ATTN_EXT_TILE                                                                              \
+#define ATTN_EXT_TILE                                                                                \
   "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? seed, float scale, float softcap, " \
   "float dropout_p, int low, int high"
 
