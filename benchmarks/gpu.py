@@ -55,7 +55,8 @@ def timed(problem: Problem, attend: Call) -> Call:
         return attend
     output = attend()
     inputs = problem.differentiable()
-    return lambda: torch.autograd.grad(output, inputs, problem.grad_output, retain_graph=True)
+    incoming = problem.grad_output[..., -output.shape[-2] :, :]
+    return lambda: torch.autograd.grad(output, inputs, incoming, retain_graph=True)
 
 
 class Timed:
@@ -207,6 +208,10 @@ def side_calls(problem: Problem, flex: Any) -> dict[str, dict[str, Call]]:
         "softcap": {
             "ours": partial(attend, is_causal=True, softcap=30.0),
             "flex": partial(flex, q, k, v, capped, block_mask=causal),
+        },
+        "softcap, one row": {
+            "ours": partial(attn_ext.sdpa, q[:, :, -1:], k, v, softcap=30.0),
+            "flex": partial(flex, q[:, :, -1:], k, v, capped),
         },
         "sinks": {"ours": partial(attend, is_causal=True, sinks=sinks), "flex": with_sink},
         "dropout": {
