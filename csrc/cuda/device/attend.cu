@@ -14,13 +14,8 @@ struct RowSums {  // of rows g and g + 8, of this thread's columns
 /// Scores become exp(S - largest), and what was added before is scaled.
 DEVICE void take_scores(Numbers<kPassing>& scores, RowSums& rows, Numbers<VALUE_DIM>& output) {
   float largest[2] = {rows.largest[0], rows.largest[1]}, factor[2];
-#pragma unroll
-  for (int block = 0; block < kPassing / 8; ++block) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      largest[i / 2] = fmaxf(largest[i / 2], scores.at[block][i]);
-    }
-  }
+  each_element<kPassing>(
+      [&](int block, int i) { largest[i / 2] = fmaxf(largest[i / 2], scores.at[block][i]); });
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     largest[half] = fmaxf(largest[half], __shfl_xor_sync(0xffffffffu, largest[half], 1));
@@ -32,22 +27,12 @@ DEVICE void take_scores(Numbers<kPassing>& scores, RowSums& rows, Numbers<VALUE_
       largest[half] = 0.0f;  // -inf - 0, of which the exponential is 0; NaN stays
     }
   }
-#pragma unroll
-  for (int block = 0; block < kPassing / 8; ++block) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      scores.at[block][i] = __expf(scores.at[block][i] - largest[i / 2]);
-      rows.sum[i / 2] += scores.at[block][i];
-    }
-  }
+  each_element<kPassing>([&](int block, int i) {
+    scores.at[block][i] = __expf(scores.at[block][i] - largest[i / 2]);
+    rows.sum[i / 2] += scores.at[block][i];
+  });
   if (factor[0] != 1.0f || factor[1] != 1.0f) {
-#pragma unroll
-    for (int block = 0; block < VALUE_DIM / 8; ++block) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        output.at[block][i] *= factor[i / 2];
-      }
-    }
+    each_element<VALUE_DIM>([&](int block, int i) { output.at[block][i] *= factor[i / 2]; });
   }
 }
 
@@ -58,9 +43,7 @@ DEVICE void store_rows(const TileParams& p, const Place& place, int row, RowSums
   float* const made_lse = p.parts > 1 ? p.part_lse + before : p.made_lse;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float sum = rows.sum[half];
-    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    const float sum = sum_of_row(rows.sum[half]);
     const int at = row + line_at(half * 2);
     if (at >= p.query_len) {
       continue;
@@ -95,25 +78,16 @@ DEVICE Range part_of(const TileParams& p, const Range& range) {
 }
 
 KERNEL(2) attend(const TileParams p) {
-  constexpr int kKeys = tile_size(kPassing, HEAD_DIM), kValues = tile_size(kPassing, VALUE_DIM);
   u16* const queries = shared_memory();
-  u16* const keys = queries + tile_size(kHeld, HEAD_DIM);
-  u16* const values = keys + BUFFERS * kKeys;
-  const int blocks = (p.query_len + kHeld - 1) / kHeld;
-  const Turn mine = turn_of(p, p.batches * p.heads, blocks);
-  const Place place = place_of(p, mine.head);
-  const int row = (blocks - 1 - mine.block) * kHeld;  // the last rows see most if there is a causal mask
+  const HeldRows held = rows_of_block(p);
+  const Place place = held.place;
+  const int row = held.row;
+  const KeysAndValues passing(p, place, queries + tile_size(kHeld, HEAD_DIM), BUFFERS);
   const Range range = part_of(p, keys_seen(p, row));
-  const u16* const key_head = of_head(p.key, p.key_strides, place.n, place.kv);
-  const u16* const value_head = of_head(p.value, p.value_strides, place.n, place.kv);
-  const auto load = [&](int key, int turn) {
-    load_tile<kPassing, HEAD_DIM>(keys + turn * kKeys, key_head, p.key_strides[2], key, p.key_len);
-    load_tile<kPassing, VALUE_DIM>(values + turn * kValues, value_head, p.value_strides[2], key, p.key_len);
-  };
   load_tile<kHeld, HEAD_DIM>(queries, of_head(p.query, p.query_strides, place.n, place.h), p.query_strides[2],
                              row, p.query_len);
   if (BUFFERS == 2 && range.begin < range.end) {
-    load(range.begin, 0);
+    passing.load(range.begin, 0);
   }
   const Scorer scorer(p);
   const u64 seed = has_dropout(p) ? (u64)*p.seed : 0;
@@ -124,30 +98,26 @@ KERNEL(2) attend(const TileParams p) {
   for (int key = range.begin; key < range.end; key += kPassing, turn ^= BUFFERS - 1) {
     if (BUFFERS == 1) {
       __syncthreads();  // what is there has been read
-      load(key, 0);
+      passing.load(key, 0);
     }
     wait_for_tiles();
     if (BUFFERS == 2 && key + kPassing < range.end) {
-      load(key + kPassing, turn ^ 1);
+      passing.load(key + kPassing, turn ^ 1);
     }
     Numbers<kPassing> scores;
-    start_product<HEAD_DIM>(scores, queries, keys + turn * kKeys);
+    start_product<HEAD_DIM>(scores, queries, passing.keys_of(turn));
     finish<0>(scores);
     by_kind(p, is_whole(p, row, kHeld, key, kPassing), [&](auto kind) {
-#pragma unroll
-      for (int block = 0; block < kPassing / 8; ++block) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float slope, &score = scores.at[block][i];
-          score = scorer.score(kind, place, score, row + line_at(i), key + column_at(block, i), slope);
-        }
-      }
+      each_element<kPassing>([&](int block, int i) {
+        float slope, &score = scores.at[block][i];
+        score = scorer.score(kind, place, score, row + line_at(i), key + column_at(block, i), slope);
+      });
     });
     take_scores(scores, rows, output);
     if (has_dropout(p)) {
       drop(p, place, row, key, seed, scores);
     }
-    start_adding_product(output, rounded(scores), values + turn * kValues);
+    start_adding_product(output, rounded(scores), passing.values_of(turn));
     finish<0>(output);
   }
   wait_for_copies();

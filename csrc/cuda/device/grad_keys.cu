@@ -101,21 +101,17 @@ KERNEL(HELD == 64 ? 2 : 1) grad_keys(const TileParams p) {
       Numbers<kPassing> weights;
       u32 hidden = 0;
       by_kind(p, is_whole(p, row, kPassing, key, kHeld), [&](auto kind) {
-#pragma unroll
-        for (int block = 0; block < kPassing / 8; ++block) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int column = column_at(block, i);
-            float slope, &score = scores.at[block][i];
-            const float made = scorer.score(kind, place, score, row + column, key + key_at(i), slope);
-            const float weight = __expf(made - subtrahend(lse[column]));
-            weights.at[block][i] = weight * factor;
-            score = weight * slope;
-            if (!kind.is_whole) {
-              hidden |= (u32)(made == -kInfinity) << (block * 4 + i);
-            }
+        each_element<kPassing>([&](int block, int i) {
+          const int column = column_at(block, i);
+          float slope, &score = scores.at[block][i];
+          const float made = scorer.score(kind, place, score, row + column, key + key_at(i), slope);
+          const float weight = __expf(made - subtrahend(lse[column]));
+          weights.at[block][i] = weight * factor;
+          score = weight * slope;
+          if (!kind.is_whole) {
+            hidden |= (u32)(made == -kInfinity) << (block * 4 + i);
           }
-        }
+        });
       });
       clear_hidden(weights, hidden);
       if (has_dropout(p)) {

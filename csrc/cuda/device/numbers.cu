@@ -11,15 +11,21 @@ struct Numbers {
   float at[columns / 8][4];
 };
 
-template <int columns>
-DEVICE void clear(Numbers<columns>& numbers) {
+/// Calls `function` with block and element, of which the compiler knows both.
+template <int columns, class Function>
+DEVICE void each_element(Function function) {
 #pragma unroll
   for (int block = 0; block < columns / 8; ++block) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      numbers.at[block][i] = 0.0f;
+      function(block, i);
     }
   }
+}
+
+template <int columns>
+DEVICE void clear(Numbers<columns>& numbers) {
+  each_element<columns>([&](int block, int i) { numbers.at[block][i] = 0.0f; });
 }
 
 /// Line, of those that are held, and column of element i of a block.

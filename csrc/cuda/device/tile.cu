@@ -159,6 +159,12 @@ struct Scorer {
   }
 };
 
+/// Of the four threads that have columns of a row, in each of them.
+DEVICE float sum_of_row(float sum) {
+  sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+  return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
+}
+
 /// Of the largest score and the sum of exp(S - largest). A NaN, which is not the largest of anything, shows
 /// in the sum.
 DEVICE float lse_of(float largest, float sum) {
@@ -217,28 +223,20 @@ DEVICE void clear_hidden(Numbers<kPassing>& numbers, u32 hidden) {
   if (hidden == 0) {
     return;
   }
-#pragma unroll
-  for (int block = 0; block < kPassing / 8; ++block) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (hidden >> (block * 4 + i) & 1) {
-        numbers.at[block][i] = 0.0f;
-      }
+  each_element<kPassing>([&](int block, int i) {
+    if (hidden >> (block * 4 + i) & 1) {
+      numbers.at[block][i] = 0.0f;
     }
-  }
+  });
 }
 
 /// dS of P softcap' and what comes in at P, in the place of the former.
 template <class DeltaAt>
 DEVICE void make_grad_scores(Numbers<kPassing>& scores, const Numbers<kPassing>& grad_weights, float factor,
                              u32 hidden, DeltaAt delta_at) {
-#pragma unroll
-  for (int block = 0; block < kPassing / 8; ++block) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      scores.at[block][i] *= grad_weights.at[block][i] * factor - delta_at(block, i);
-    }
-  }
+  each_element<kPassing>([&](int block, int i) {
+    scores.at[block][i] *= grad_weights.at[block][i] * factor - delta_at(block, i);
+  });
   clear_hidden(scores, hidden);
 }
 
@@ -253,3 +251,37 @@ DEVICE Turn turn_of(const TileParams& p, int heads, int blocks) {
   const int rest = blockIdx.x - first * blocks, beside = min(p.heads_together, heads - first);
   return {first + rest % beside, rest / beside};
 }
+
+/// Of a launch over rows what a block holds: the last rows first, which see most if there is a causal mask.
+struct HeldRows {
+  Place place;
+  int row;
+};
+
+DEVICE HeldRows rows_of_block(const TileParams& p) {
+  const int blocks = (p.query_len + kHeld - 1) / kHeld;
+  const Turn mine = turn_of(p, p.batches * p.heads, blocks);
+  return {place_of(p, mine.head), (blocks - 1 - mine.block) * kHeld};
+}
+
+/// Loads keys and values of a head that pass by, into tiles that each of so many turns has of its own.
+struct KeysAndValues {
+  const TileParams& p;
+  const u16 *key_head, *value_head;
+  u16 *keys, *values;
+
+  DEVICE KeysAndValues(const TileParams& params, const Place& place, u16* tiles, int turns)
+      : p(params),
+        key_head(of_head(p.key, p.key_strides, place.n, place.kv)),
+        value_head(of_head(p.value, p.value_strides, place.n, place.kv)),
+        keys(tiles),
+        values(tiles + turns * tile_size(kPassing, HEAD_DIM)) {}
+
+  DEVICE u16* keys_of(int turn) const { return keys + turn * tile_size(kPassing, HEAD_DIM); }
+  DEVICE u16* values_of(int turn) const { return values + turn * tile_size(kPassing, VALUE_DIM); }
+
+  DEVICE void load(int key, int turn) const {
+    load_tile<kPassing, HEAD_DIM>(keys_of(turn), key_head, p.key_strides[2], key, p.key_len);
+    load_tile<kPassing, VALUE_DIM>(values_of(turn), value_head, p.value_strides[2], key, p.key_len);
+  }
+};

@@ -20,8 +20,6 @@ struct TileParams {
   u16* output;                              // (N, heads, Lq, Dv)
   u16* weights;                             // (heads, rows, Lk) of this launch
   u16 *grad_query, *grad_key, *grad_value;  // (N, heads, Lq, D), (N, key heads, Lk, D or Dv)
-  float *part_output, *part_lse;            // (parts, N, heads, Lq, Dv), (parts, N, heads, Lq)
-  int parts;  // of the keys, which attend.cu makes apart and merge.cu puts together
   int batches, heads, group, query_len, key_len;
   int heads_together;               // of a launch over blocks of lines: those that take turns
   int first_head, row_begin, rows;  // of a launch of weights.cu; heads are counted over N as well
@@ -30,4 +28,6 @@ struct TileParams {
   const i64* seed;                  // null: no dropout
   u32 threshold;                    // draws from here on are kept
   float kept;                       // what they are multiplied by
+  float *part_output, *part_lse;    // (parts, N, heads, Lq, Dv), (parts, N, heads, Lq)
+  int parts;                        // of the keys, which attend.cu makes apart and merge.cu puts together
 };

@@ -92,16 +92,12 @@ KERNEL(WITH_DROPOUT ? 2 : 3) weights(const TileParams p) {
     start_product<HEAD_DIM>(weights, queries, keys + turn * kKeys);
     finish<0>(weights);
     by_kind(p, is_whole(p, row, kHeld, key, kPassing), [&](auto kind) {
-#pragma unroll
-      for (int block = 0; block < kPassing / 8; ++block) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float slope, &weight = weights.at[block][i];
-          weight = scorer.score(kind, place, weight, row + line_at(i), key + column_at(block, i), slope);
-          // Of what is hidden it is 0, though lse be NaN.
-          weight = !kind.is_whole && weight == -kInfinity ? 0.0f : __expf(weight - from[i / 2]) * factor;
-        }
-      }
+      each_element<kPassing>([&](int block, int i) {
+        float slope, &weight = weights.at[block][i];
+        weight = scorer.score(kind, place, weight, row + line_at(i), key + column_at(block, i), slope);
+        // Of what is hidden it is 0, though lse be NaN.
+        weight = !kind.is_whole && weight == -kInfinity ? 0.0f : __expf(weight - from[i / 2]) * factor;
+      });
     });
     if (has_dropout(p)) {
       drop(p, place, row, key, seed, weights);
