@@ -10,8 +10,9 @@ namespace attn_ext::cpu {
 
 namespace {
 
-// Multiply-adds that one thread does in the time that it takes to wake another.
-constexpr double kSerialWork = 4e5;
+// In multiply-adds: what one thread does in the time that it takes to wake another; to read or write one
+// number; and all else that a head takes.
+constexpr double kSerialWork = 4e5, kElementWork = 2, kHeadWork = 6e3;
 
 int64_t window_of(const std::optional<c10::SymInt>& window) {
   return window ? clamp_distance(*window) : -1;
@@ -93,9 +94,12 @@ Inputs::Inputs(const SdpaArgs& args, const SdpaSizes& checked) : sizes(checked),
 }
 
 double work_of(const AttentionShape& shape) {
-  return static_cast<double>(shape.batch) * static_cast<double>(shape.query_heads) *
-         static_cast<double>(shape.query_len) * static_cast<double>(shape.key_len) *
-         static_cast<double>(shape.head_dim + shape.value_dim);
+  const auto heads = static_cast<double>(shape.batch) * static_cast<double>(shape.query_heads);
+  const auto key_heads = static_cast<double>(shape.batch) * static_cast<double>(shape.key_heads);
+  const auto rows = static_cast<double>(shape.query_len), keys = static_cast<double>(shape.key_len);
+  const auto dims = static_cast<double>(shape.head_dim + shape.value_dim);
+  const double elements = (heads * rows + key_heads * keys) * dims;
+  return heads * rows * keys * dims + kElementWork * elements + kHeadWork * heads;
 }
 
 int useful_threads(double work) {

@@ -40,7 +40,7 @@ const Kernels& kernels_of(const Kernels (&kernels)[kKernelDtypes], at::ScalarTyp
   }
 }
 
-/// Multiply-adds of a call of which all is visible.
+/// What a call of which all is visible takes, in multiply-adds.
 double work_of(const AttentionShape& shape);
 
 /// 1 where starting threads would take longer than so many multiply-adds.

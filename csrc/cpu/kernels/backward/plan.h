@@ -17,12 +17,13 @@ constexpr int64_t kSmallKeys = 16;
 constexpr int64_t kSmallDim = 64;
 
 // As few query rows as this take their own path: of a tile with many columns they would leave most idle. A
-// matrix unit makes up for that, and so do products of pairs, the more the narrower the heads are, but where
-// several heads read the same keys, each with tiles of its own. With small dims all else that is done to a
-// row tells.
+// matrix unit makes up for that from a handful on, and so do products of pairs, the more the narrower the
+// heads are, but where several heads read the same keys, each with tiles of its own. With small dims all else
+// that is done to a row tells.
 template <typename S>
 ATTN_EXT_INLINE int64_t backward_few_rows(const AttentionShape& shape) {
-  if (!S::Product::kInRegisters || S::kPanel < 64) return 8;
+  if (!S::Product::kInRegisters) return 4;
+  if (S::kPanel < 64) return 8;
   const int64_t dims = shape.head_dim + shape.value_dim;
   if (S::kPaired) return group_size(shape) > 1 ? 8 : larger(4, dims / 40);
   return dims < 64 ? 8 : dims < 128 ? 12 : 20;

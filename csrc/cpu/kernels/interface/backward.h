@@ -55,7 +55,8 @@ struct FewKeysPlan {
 };
 
 struct FewRowsPlan {
-  int64_t pieces;  // of the keys
+  int64_t pieces;       // of the keys
+  bool heads_together;  // a piece of all heads, then the next: their rows lie between each other
   int64_t term_tasks, piece_tasks, merge_tasks, mask_tasks;
 };
 

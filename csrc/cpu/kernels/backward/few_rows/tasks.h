@@ -113,6 +113,7 @@ void FewRows<S>::plan(const BackwardParams& params, int, BackwardPlan& plan) {
   plan.exact_delta = needs_exact_delta(params);
   plan.rounds = 4;
   few_rows.pieces = ceil_div(shape.key_len, kBackwardPieceKeys);
+  few_rows.heads_together = shape.key_heads > 1 && params.key.head_stride < params.key.row_stride;
   plan_families(shape, has_mask_grad && mask_has_keys ? &view : nullptr, plan.chains);
   few_rows.term_tasks = plan.exact_delta || any_far<T>(params) ? units : 0;
   few_rows.piece_tasks = plan.chains.count * few_rows.pieces;
@@ -150,7 +151,9 @@ void FewRows<S>::make_terms(Unit unit) {
 
 template <typename S>
 void FewRows<S>::run_pieces(int64_t task) {
-  const int64_t chain = task / plan_.few_rows.pieces, piece = task % plan_.few_rows.pieces;
+  const FewRowsPlan& few_rows = plan_.few_rows;
+  const int64_t chain = few_rows.heads_together ? task % plan_.chains.count : task / few_rows.pieces;
+  const int64_t piece = few_rows.heads_together ? task / plan_.chains.count : task % few_rows.pieces;
   const Range members = chain_members(plan_.chains, chain);
   for (int64_t i = members.begin; i < members.end; ++i) {
     const Unit unit = chain_unit(shape_, plan_.chains, chain, i);
