@@ -49,9 +49,16 @@ ATTN_EXT_INLINE bool streams_key_gradients(const AttentionShape& shape) {
 template <typename S>
 constexpr bool kReadsWeights = S::kShortElements;
 
-// Rows of heads that would leave most columns of a tile idle, each head by itself, share them. With more rows
-// less is gained than the copies take where rows lie before heads.
-constexpr int64_t kJoinedRows = 32;  // of a head
+// Rows of heads that would leave many columns of a panel idle, each head by itself, share them: a few, fewer
+// than a panel has, or hardly more. Whole panels are worth the copies to a matrix unit alone, of many keys.
+template <typename S>
+ATTN_EXT_INLINE bool leaves_columns_idle(int64_t query_len, int64_t key_len) {
+  constexpr int64_t kFewColumns = 32, kManyKeys = 512;
+  if (query_len == S::kPanel && query_len > kFewColumns) {
+    return !S::Product::kInRegisters && key_len >= kManyKeys;
+  }
+  return query_len <= larger(kFewColumns, S::kPanel + S::kPanel / 8);
+}
 
 ATTN_EXT_INLINE AttentionShape joined_shape(AttentionShape shape) {
   shape.query_len *= group_size(shape);
@@ -61,7 +68,7 @@ ATTN_EXT_INLINE AttentionShape joined_shape(AttentionShape shape) {
 
 template <typename S>
 ATTN_EXT_INLINE bool joins_heads(const AttentionShape& shape) {
-  if (group_size(shape) == 1 || shape.query_len > kJoinedRows) return false;
+  if (group_size(shape) == 1 || !leaves_columns_idle<S>(shape.query_len, shape.key_len)) return false;
   const AttentionShape joined = joined_shape(shape);
   return joined.query_len > backward_few_rows<S>(joined);
 }
