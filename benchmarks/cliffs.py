@@ -290,7 +290,7 @@ def keep_memory() -> None:
     trim_threshold, mmap_max = -1, -4  # of malloc.h
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
-        libc.mallopt(trim_threshold, 2**31 - 1)
+        libc.mallopt(trim_threshold, -1)  # never
         libc.mallopt(mmap_max, 0)
 
 
