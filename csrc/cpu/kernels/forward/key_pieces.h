@@ -12,7 +12,6 @@
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
-constexpr int64_t kSplitPieceKeys = 512;
 // So many rows of a group are worth packing what they read, where a head has few.
 constexpr int64_t kSharedRows = 64;
 constexpr int64_t kTasksPerThread = 8;  // at least, of a handful of rows, if there are as many pieces
@@ -149,7 +148,7 @@ void KeyPieces<S>::plan(const ForwardParams& params, int threads, ForwardPlan& p
   const int64_t key_units = shape.batch * shape.key_heads, query_units = shape.batch * shape.query_heads;
   const bool by_unit = plan.path == ForwardPath::kUnitRows;
   const bool few_rows = plan.path == ForwardPath::kFewRows || by_unit;
-  plan.pieces.keys = plan.block_keys = few_rows ? kFewRowsPieceKeys : kSplitPieceKeys;
+  plan.pieces.keys = plan.block_keys = piece_length(plan.path, shape);
   const Range keys = keys_to_visit(params);
   plan.pieces.first = keys.begin / plan.pieces.keys;
   plan.pieces.count = larger(1, ceil_div(keys.end, plan.pieces.keys) - plan.pieces.first);

@@ -12,15 +12,21 @@ constexpr int64_t kWholeRowKeys = 2 * kOnlineKeys;  // whole rows up to here
 constexpr int64_t kBlockRows = 96;
 constexpr int64_t kSplitRows = 32;  // as few query rows as this and the keys are split
 constexpr int64_t kFewRowsPieceKeys = 256;
+constexpr int64_t kSplitPieceKeys = 512;
 constexpr int64_t kForwardFewRows = 16;  // as few as this and nothing is packed
 
 constexpr int64_t kSplitFromRows = 8;  // as many are worth a matrix unit and packs,
 constexpr int64_t kLeastUnitElements =
-    128;                             // of fewer rows, so many dims of all, against a whole piece of keys
-constexpr int64_t kLatentDim = 256;  // and so is any row of more dims: many query heads share those
+    128;                                // of fewer rows, so many dims of all, against a whole piece of keys
+constexpr int64_t kLatentDim = 256;     // and so is any row of more dims: many query heads share those,
+constexpr int64_t kLatentUnitRows = 4;  // but for so few that keys are better read where they lie
 
 ATTN_EXT_INLINE bool has_weights(const ForwardParams& params) {
   return params.weights.data != nullptr || params.key_mass != nullptr;
+}
+
+ATTN_EXT_INLINE int64_t most_unit_rows(const AttentionShape& shape) {
+  return shape.head_dim > kLatentDim ? kLatentUnitRows : kSplitFromRows - 1;
 }
 
 // Whether a matrix unit makes the scores of a handful of rows. It takes keys where they lie, in whole steps
@@ -42,6 +48,13 @@ ATTN_EXT_INLINE bool unit_reads_in_place(const ForwardParams& params) {
          params.shape.value_dim >= S::kTileRows;
 }
 
+// Rows of many dims are merged for longer than they are worth more threads.
+ATTN_EXT_INLINE int64_t piece_length(ForwardPath path, const AttentionShape& shape) {
+  const bool few =
+      path == ForwardPath::kFewRows || (path == ForwardPath::kUnitRows && shape.head_dim <= kLatentDim);
+  return few ? kFewRowsPieceKeys : kSplitPieceKeys;
+}
+
 // Bits hang on the path, so neither the batch, nor the heads, nor the threads come into it.
 template <typename S>
 ATTN_EXT_INLINE ForwardPath forward_path(const ForwardParams& params) {
@@ -49,10 +62,11 @@ ATTN_EXT_INLINE ForwardPath forward_path(const ForwardParams& params) {
   const bool weights = has_weights(params);
   if (shape.query_len <= kForwardFewRows) {
     const bool by_unit = !S::Product::kInRegisters && !weights && shape.key_len >= S::kPanel;
-    if (by_unit && (shape.query_len >= kSplitFromRows || shape.head_dim > kLatentDim)) {
-      return ForwardPath::kSplit;
+    if (by_unit && shape.query_len <= most_unit_rows(shape) && has_unit_rows<S>(params)) {
+      return ForwardPath::kUnitRows;
     }
-    return by_unit && has_unit_rows<S>(params) ? ForwardPath::kUnitRows : ForwardPath::kFewRows;
+    const bool packs = shape.query_len >= kSplitFromRows || shape.head_dim > kLatentDim;
+    return by_unit && packs ? ForwardPath::kSplit : ForwardPath::kFewRows;
   }
   if (shape.query_len <= kSplitRows && shape.key_len > kWholeRowKeys && !weights) return ForwardPath::kSplit;
   return shape.key_len <= (weights ? kMaxBlockKeys : kWholeRowKeys) ? ForwardPath::kWholeRows
