@@ -32,6 +32,7 @@ set(ATTN_EXT_SOURCES
   csrc/cpu/saved_weights.cpp
   csrc/cpu/kernel_sets.cpp
   csrc/cpu/call.cpp
+  csrc/cpu/dense_mask.cpp
   csrc/cpu/fork.cpp
   csrc/cpu/openmp.cpp
   csrc/cpu/forward.cpp

@@ -181,3 +181,62 @@ def test_vmap_and_second_derivatives_take_any_layout():
     leaves = [t.detach().requires_grad_() for t in inputs]
     torch.autograd.gradgradcheck(attn_ext.sdpa, leaves, fast_mode=True)
     torch.autograd.gradcheck(attn_ext.sdpa, leaves, check_forward_ad=True, fast_mode=True)
+
+
+MASK_SIZES = (2, 3, 70, 300)  # (B, H, Lq, Lk): more than a line of rows, more than a stretch of columns
+
+
+def numbers(dtype: torch.dtype, *sizes: int) -> Tensor:
+    return torch.randn(sizes) > 0 if dtype == torch.bool else torch.randn(sizes).to(dtype)
+
+
+def mask_in(dtype: torch.dtype, *order: int) -> Tensor:
+    return numbers(dtype, *(MASK_SIZES[d] for d in order)).permute([order.index(d) for d in range(4)])
+
+
+def overlapping(dtype: torch.dtype) -> Tensor:
+    """Rows of a table that share their numbers, two apart, as those of relative positions may."""
+    batch, heads, rows, columns = MASK_SIZES
+    table = numbers(dtype, heads * 2 * (rows + columns))
+    return table.as_strided((heads, rows, columns), (2 * (rows + columns), 2, 2)).expand(batch, -1, -1, -1)
+
+
+MASKS = {
+    "heads innermost": lambda dtype: mask_in(dtype, 0, 2, 3, 1),
+    "samples innermost": lambda dtype: mask_in(dtype, 1, 2, 3, 0),
+    "transposed": lambda dtype: mask_in(dtype, 0, 1, 3, 2),
+    "of two dims, transposed": lambda dtype: numbers(dtype, 300, 70).mT,
+    "each second column": lambda dtype: numbers(dtype, 2, 3, 70, 600)[..., ::2],
+    "of all samples": lambda dtype: numbers(dtype, 70, 300, 3).permute(2, 0, 1).expand(MASK_SIZES),
+    "of all heads": lambda dtype: numbers(dtype, 2, 1, 300, 70).mT.expand(MASK_SIZES),
+    "of all rows": lambda dtype: numbers(dtype, 2, 3, 1, 600)[..., ::2].expand(MASK_SIZES),
+    "of all keys": lambda dtype: numbers(dtype, 2, 3, 140, 1)[..., ::2, :].expand(MASK_SIZES),
+    "rows that overlap": overlapping,
+    "of no rows": lambda dtype: numbers(dtype, 2, 3, 300, 0).mT,
+}
+
+
+@pytest.mark.same_bits
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_has_the_same_meaning_wherever_its_numbers_lie(name, mask_dtype, device):
+    mask = MASKS[name](mask_dtype).to(device)
+    dtype = torch.float32 if mask_dtype == torch.bool else mask_dtype
+    lengths = mask.shape[-2], *[MASK_SIZES[-1]] * 2
+    inputs = [torch.randn(2, 3, n, 16, device=device, dtype=dtype).requires_grad_() for n in lengths]
+    results = []
+    for each in (mask, mask.contiguous()):
+        wanted = [*inputs, each.detach().requires_grad_(each.is_floating_point())]
+        output, lse = attn_ext.sdpa_with_lse(*inputs, wanted[-1])
+        grads = torch.autograd.grad(output.sum() + lse.sum(), [t for t in wanted if t.requires_grad])
+        results.append([output, lse, *grads])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.same_bits
+@pytest.mark.parametrize("batch", [1, 2])
+def test_so_has_a_large_one_whether_it_is_read_once_or_twice(batch, device):
+    query, key, value = (torch.randn(batch, 1, n, 8, device=device) for n in (1600, 1500, 1500))
+    mask = torch.randn(1500, 1600, device=device).mT  # 9.6 MB
+    output = attn_ext.sdpa(query, key, value, mask)
+    assert torch.equal(output, attn_ext.sdpa(query, key, value, mask.contiguous()))

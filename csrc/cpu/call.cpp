@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "dense_mask.h"
+
 namespace attn_ext::cpu {
 
 namespace {
@@ -31,16 +33,16 @@ AttentionShape shape_of(const SdpaArgs& args, const CallSizes& sizes) {
   return shape;
 }
 
-ScoreRule rule_of(const SdpaArgs& args, const CallSizes& sizes, Views& views) {
+ScoreRule rule_of(const SdpaArgs& args, const at::Tensor& mask, const CallSizes& sizes, Views& views) {
   ScoreRule rule;
   rule.scale = scale_of(args, sizes.head_dim);
   rule.softcap = softcap_of(args);
   rule.query_offset = clamp_distance(args.query_offset);
   rule.window_left = window_of(args.window_left);
   rule.window_right = args.is_causal ? 0 : window_of(args.window_right);
-  if (args.attn_mask.defined() && args.attn_mask.numel() > 0) {  // else there is nothing to be asked
-    rule.mask_kind = kind_of(args.attn_mask.scalar_type());
-    rule.mask = views.matrix(args.attn_mask);
+  if (mask.defined() && mask.numel() > 0) {  // else there is nothing to be asked
+    rule.mask_kind = kind_of(mask.scalar_type());
+    rule.mask = views.matrix(mask);
   }
   if (args.sinks.defined()) {
     rule.sinks_kind = kind_of(args.sinks.scalar_type());
@@ -81,9 +83,10 @@ DropoutRule dropout_of(const SdpaArgs& args, const CallSizes& sizes, at::Tensor&
 
 }  // namespace
 
-Inputs::Inputs(const SdpaArgs& args, const SdpaSizes& checked) : sizes(checked), views(sizes) {
+Inputs::Inputs(const SdpaArgs& args, const SdpaSizes& checked)
+    : sizes(checked), views(sizes), mask(with_dense_rows(args.attn_mask, sizes)) {
   params.shape = shape_of(args, sizes);
-  params.rule = rule_of(args, sizes, views);
+  params.rule = rule_of(args, mask, sizes, views);
   params.dropout = dropout_of(args, sizes, seeds);
   params.query = views.matrix(args.query);
   params.key = views.matrix(args.key);

@@ -13,6 +13,7 @@ struct Inputs {
 
   CallSizes sizes;
   Views views;
+  at::Tensor mask;
   at::Tensor seeds;  // one for each block of the batch that a seed covers
   CallParams params;
 };
