@@ -2,6 +2,7 @@
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
+#include <c10/util/SmallVector.h>
 
 #include <algorithm>
 #include <numeric>
