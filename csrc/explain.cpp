@@ -8,6 +8,7 @@
 #include "aten/problem.h"
 #include "capability.h"
 #include "cpu/call.h"
+#include "cpu/dense_mask.h"
 #include "cpu/fork.h"
 #include "cpu/planned_call.h"
 #include "cpu/saved_weights.h"
@@ -113,7 +114,8 @@ Explanation explain_kernels(const SdpaArgs& given, const cpu::KernelTable& table
           .block_rows = plan.block_rows,
           .block_keys = plan.block_keys,
           .packed_bytes = plan.packed_bytes,
-          .scratch_bytes = plan.shared_bytes - plan.packed_bytes + plan.thread_bytes * threads,
+          .scratch_bytes = plan.shared_bytes - plan.packed_bytes + plan.thread_bytes * threads +
+                           cpu::dense_mask_bytes(args.attn_mask, params),
           .saved_bytes = saved_bytes(args, params.shape),
           .reason = text.why};
 }

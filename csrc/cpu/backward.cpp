@@ -221,6 +221,7 @@ SdpaInputs backward_cpu(const SdpaOutputs& grads, const SdpaArgs& args, const Sa
     return backward_aten(grads, args, saved, wanted);
   }
   Inputs inputs(args, check_backward(grads, args, saved, wanted));
+  inputs.make_mask_dense(args.attn_mask);
   const CallSizes& sizes = inputs.sizes;
   const auto dtype = args.query.scalar_type();
   const IncomingGrads incoming(grads, dtype);

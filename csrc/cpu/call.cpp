@@ -33,16 +33,16 @@ AttentionShape shape_of(const SdpaArgs& args, const CallSizes& sizes) {
   return shape;
 }
 
-ScoreRule rule_of(const SdpaArgs& args, const at::Tensor& mask, const CallSizes& sizes, Views& views) {
+ScoreRule rule_of(const SdpaArgs& args, const CallSizes& sizes, Views& views) {
   ScoreRule rule;
   rule.scale = scale_of(args, sizes.head_dim);
   rule.softcap = softcap_of(args);
   rule.query_offset = clamp_distance(args.query_offset);
   rule.window_left = window_of(args.window_left);
   rule.window_right = args.is_causal ? 0 : window_of(args.window_right);
-  if (mask.defined() && mask.numel() > 0) {  // else there is nothing to be asked
-    rule.mask_kind = kind_of(mask.scalar_type());
-    rule.mask = views.matrix(mask);
+  if (args.attn_mask.defined() && args.attn_mask.numel() > 0) {  // else there is nothing to be asked
+    rule.mask_kind = kind_of(args.attn_mask.scalar_type());
+    rule.mask = views.matrix(args.attn_mask);
   }
   if (args.sinks.defined()) {
     rule.sinks_kind = kind_of(args.sinks.scalar_type());
@@ -83,16 +83,22 @@ DropoutRule dropout_of(const SdpaArgs& args, const CallSizes& sizes, at::Tensor&
 
 }  // namespace
 
-Inputs::Inputs(const SdpaArgs& args, const SdpaSizes& checked)
-    : sizes(checked), views(sizes), mask(with_dense_rows(args.attn_mask, sizes)) {
+Inputs::Inputs(const SdpaArgs& args, const SdpaSizes& checked) : sizes(checked), views(sizes) {
   params.shape = shape_of(args, sizes);
-  params.rule = rule_of(args, mask, sizes, views);
+  params.rule = rule_of(args, sizes, views);
   params.dropout = dropout_of(args, sizes, seeds);
   params.query = views.matrix(args.query);
   params.key = views.matrix(args.key);
   params.value = views.matrix(args.value);
   if (!args.enable_gqa && has_one_head(args.key) && has_one_head(args.value)) {
     params.shape.key_heads = std::min<int64_t>(params.shape.key_heads, 1);  // one head for all: packed once
+  }
+}
+
+void Inputs::make_mask_dense(const at::Tensor& given) {
+  mask = dense_mask(given, params);
+  if (!mask.is_same(given)) {
+    params.rule.mask = views.matrix(mask);
   }
 }
 

@@ -11,9 +11,12 @@ struct Inputs {
   Inputs(const SdpaArgs& args, const SdpaSizes& sizes);
   Inputs(const Inputs&) = delete;  // views point into it
 
+  /// Lets the kernels read a copy of the mask where that is worth it (dense_mask.h).
+  void make_mask_dense(const at::Tensor& given);
+
   CallSizes sizes;
   Views views;
-  at::Tensor mask;
+  at::Tensor mask;   // the copy, if there is one
   at::Tensor seeds;  // one for each block of the batch that a seed covers
   CallParams params;
 };

@@ -1,21 +1,24 @@
 #include "dense_mask.h"
 
 #include <ATen/Functions.h>
-#include <ATen/Parallel.h>
 #include <c10/util/SmallVector.h>
 
 #include <algorithm>
+#include <cstring>
 #include <numeric>
 
+#include "call.h"
 #include "huge_pages.h"
+#include "tasks.h"
 
 namespace attn_ext::cpu {
 
 namespace {
 
-/// A larger mask takes as long to be copied, into memory that is touched for the first time, as a call that
-/// reads it once takes longer with rows like these.
-constexpr size_t kCachedBytes = size_t{8} << 20;
+// Into memory that is touched for the first time a copy takes as long as a call that reads the mask once
+// takes longer without one. What is read more often may be larger, but is not doubled whatever it takes.
+constexpr size_t kMostReadOnce = size_t{8} << 20, kMostShared = size_t{64} << 20;
+constexpr double kNumberWork = 4;  // to copy one, in multiply-adds
 
 /// A dim by its size and its strides in both tensors.
 struct Dim {
@@ -53,16 +56,26 @@ int64_t closest_dim(const at::Tensor& mask) {
   return closest;
 }
 
-/// Some columns of all rows, so many rows at a time that the nearest cache holds what is read of them.
+/// Some columns of all rows. What lies beside each other is read at once, into a square that the nearest
+/// cache holds: columns a power of two apart put one another out of it.
 template <class Element>
 void turn_around(const Element* from, Element* to, const Dim& rows, const Dim& columns, int64_t begin,
                  int64_t end) {
-  constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(Element));
-  for (int64_t row = 0; row < rows.size; row += kLine) {
-    const int64_t row_end = std::min(row + kLine, rows.size);
-    for (int64_t r = row; r < row_end; ++r) {
-      for (int64_t c = begin; c < end; ++c) {
-        to[r * rows.to + c] = from[r * rows.from + c * columns.from];
+  constexpr int64_t kRows = 64 / static_cast<int64_t>(sizeof(Element)), kColumns = 64;
+  Element square[kRows][kColumns];
+  for (int64_t row = 0; row < rows.size; row += kRows) {
+    const int64_t row_count = std::min(kRows, rows.size - row);
+    for (int64_t column = begin; column < end; column += kColumns) {
+      const int64_t count = std::min(kColumns, end - column);
+      const Element* first = from + row * rows.from + column * columns.from;
+      for (int64_t c = 0; c < count; ++c) {
+        for (int64_t r = 0; r < row_count; ++r) {
+          square[r][c] = first[r * rows.from + c * columns.from];
+        }
+      }
+      for (int64_t r = 0; r < row_count; ++r) {
+        std::memcpy(to + (row + r) * rows.to + column, square[r],
+                    static_cast<size_t>(count) * sizeof(Element));
       }
     }
   }
@@ -70,7 +83,7 @@ void turn_around(const Element* from, Element* to, const Dim& rows, const Dim& c
 
 template <class Element>
 void copy_turned(const at::Tensor& from, const at::Tensor& to) {
-  constexpr int64_t kColumns = 256, kTask = int64_t{1} << 15;  // numbers, of a task at least
+  constexpr int64_t kColumns = 1024;  // of a task
   const int64_t closest = closest_dim(from), last = from.dim() - 1;
   const auto dim_of = [&](int64_t dim) { return Dim{from.size(dim), from.stride(dim), to.stride(dim)}; };
   c10::SmallVector<Dim, 6> others;
@@ -85,35 +98,51 @@ void copy_turned(const at::Tensor& from, const at::Tensor& to) {
                                          [](int64_t count, const Dim& dim) { return count * dim.size; });
   const auto* source = static_cast<const Element*>(from.const_data_ptr());
   auto* target = static_cast<Element*>(to.mutable_data_ptr());
-  const int64_t grain = std::max<int64_t>(1, kTask / (rows.size * std::min(columns.size, kColumns)));
-  at::parallel_for(0, planes * stretches, grain, [&](int64_t first, int64_t end) {
-    for (int64_t task = first; task < end; ++task) {
-      const int64_t begin = task % stretches * kColumns;
-      int64_t plane = task / stretches, read = 0, written = 0;
-      for (auto dim = others.rbegin(); dim != others.rend(); ++dim) {
-        read += plane % dim->size * dim->from;
-        written += plane % dim->size * dim->to;
-        plane /= dim->size;
-      }
-      turn_around(source + read, target + written, rows, columns, begin,
-                  std::min(begin + kColumns, columns.size));
+  const auto turn_stretch = [&](int64_t task) {
+    const int64_t begin = task % stretches * kColumns;
+    int64_t plane = task / stretches, read = 0, written = 0;
+    for (auto dim = others.rbegin(); dim != others.rend(); ++dim) {
+      read += plane % dim->size * dim->from;
+      written += plane % dim->size * dim->to;
+      plane /= dim->size;
     }
-  });
+    turn_around(source + read, target + written, rows, columns, begin,
+                std::min(begin + kColumns, columns.size));
+  };
+  const int threads = useful_threads(kNumberWork * static_cast<double>(from.numel()));
+  run_rounds(EqualRounds<decltype(turn_stretch)>{1, planes * stretches, turn_stretch}, threads);
+}
+
+/// Of which a window lets through so many keys of each row at most.
+int64_t visible_scores(const CallParams& params) {
+  const AttentionShape& shape = params.shape;
+  const int64_t left = params.rule.window_left, right = params.rule.window_right;
+  int64_t keys = shape.key_len;
+  if (left >= 0 && right >= 0) {
+    keys = std::min(keys, std::min(left, keys) + std::min(right, keys) + 1);
+  }
+  return shape.batch * shape.query_heads * shape.query_len * keys;
 }
 
 }  // namespace
 
-at::Tensor with_dense_rows(const at::Tensor& mask, const CallSizes& sizes) {
+int64_t dense_mask_bytes(const at::Tensor& mask, const CallParams& params) {
   if (!mask.defined() || !has_scattered_rows(mask)) {
+    return 0;
+  }
+  const at::Tensor once = without_repeats(mask);
+  const int64_t scores = visible_scores(params);
+  const bool is_hidden = scores < once.numel();
+  const bool overlaps = once.nbytes() > once.storage().nbytes();  // rows that share their numbers
+  const size_t most = scores < 2 * once.numel() ? kMostReadOnce : kMostShared;
+  return is_hidden || overlaps || once.nbytes() > most ? 0 : static_cast<int64_t>(once.nbytes());
+}
+
+at::Tensor dense_mask(const at::Tensor& mask, const CallParams& params) {
+  if (dense_mask_bytes(mask, params) == 0) {
     return mask;
   }
   const at::Tensor once = without_repeats(mask);
-  const int64_t scores = sizes.batch * sizes.heads * sizes.query_len * sizes.key_len;
-  const bool read_once = scores < 2 * once.numel();
-  const bool overlaps = once.nbytes() > once.storage().nbytes();  // rows that share their numbers
-  if (overlaps || (read_once && once.nbytes() > kCachedBytes)) {
-    return mask;
-  }
   const at::Tensor dense = with_huge_pages(at::empty(once.sizes(), once.options()));
   switch (once.element_size()) {
     case 1:

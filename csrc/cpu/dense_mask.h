@@ -1,14 +1,19 @@
 // Masks whose columns are not neighbours in memory: a bias with its heads innermost, as embeddings of
-// relative positions are, or a transposed one.
+// relative positions are, or a transposed one. Each batch that shares a row reads it again, and one head
+// after the other goes through the others' numbers; so a copy with neighbouring columns is made, in forward
+// and again in backward, unless the mask is large or mostly hidden.
 #pragma once
 
-#include "tensor_view.h"
+#include <ATen/core/Tensor.h>
+
+#include "kernels/interface/params.h"
 
 namespace attn_ext::cpu {
 
-/// The mask, or a copy with neighbouring columns: every row is read by each batch that shares it, and by one
-/// head after the other, which all would go through the others' numbers. Dims that broadcast stay so. A large
-/// one that is read once is not copied.
-at::Tensor with_dense_rows(const at::Tensor& mask, const CallSizes& sizes);
+/// What a copy takes; 0 where there is none.
+int64_t dense_mask_bytes(const at::Tensor& mask, const CallParams& params);
+
+/// The copy, or the mask itself. Dims that broadcast stay so.
+at::Tensor dense_mask(const at::Tensor& mask, const CallParams& params);
 
 }  // namespace attn_ext::cpu

@@ -41,6 +41,7 @@ SdpaOutputs forward_cpu(const SdpaArgs& args, SideOutputs wanted) {
   }
   check_packed(args, wanted);
   Inputs inputs(args, check_args(args));
+  inputs.make_mask_dense(args.attn_mask);
   const CallSizes& sizes = inputs.sizes;
   const auto dtype = args.query.scalar_type();
   const auto accumulated = accumulation_dtype(dtype);
@@ -85,6 +86,7 @@ at::Tensor output_cpu(const SdpaArgs& args, const std::vector<Sequence>* sequenc
     return forward_aten(args, {}).output;
   }
   Inputs inputs(args, check_args(args));
+  inputs.make_mask_dense(args.attn_mask);
   const CallSizes& sizes = inputs.sizes;
   const auto dtype = args.query.scalar_type();
   at::Tensor output = empty_output_like(args.query, sizes, dtype);
