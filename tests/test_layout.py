@@ -240,3 +240,24 @@ def test_so_has_a_large_one_whether_it_is_read_once_or_twice(batch, device):
     mask = torch.randn(1500, 1600, device=device).mT  # 9.6 MB
     output = attn_ext.sdpa(query, key, value, mask)
     assert torch.equal(output, attn_ext.sdpa(query, key, value, mask.contiguous()))
+
+
+@pytest.mark.parametrize(
+    ("mask", "options", "copied"),
+    [
+        (torch.zeros(64, 96, 3).permute(2, 0, 1), {}, 3 * 64 * 96 * 4),
+        (torch.zeros(64, 96, 3).permute(2, 0, 1).expand(2, -1, -1, -1), {}, 3 * 64 * 96 * 4),
+        (torch.zeros(3, 64, 96), {}, 0),
+        (torch.zeros(64, 96), {"window_left": 8, "window_right": 0}, 0),
+        (torch.zeros(96, 64).mT, {"window_left": 20, "window_right": 0}, 64 * 96 * 4),  # all heads together
+        (torch.zeros(2, 3, 96, 64).mT, {"window_left": 8, "window_right": 0}, 0),  # most of it is hidden
+        (torch.zeros(2, 1, 96, 64, dtype=torch.bool).mT, {}, 2 * 64 * 96),
+        (torch.zeros(1).as_strided((64, 96), (0, 0)), {}, 0),
+    ],
+)
+def test_explain_counts_the_copy_of_a_mask_on_the_cpu(mask, options, copied):
+    query, key = torch.zeros(2, 3, 64, 8), torch.zeros(2, 3, 96, 8)
+    given = attn_ext.explain(query, key, key, mask, **options)
+    dense = attn_ext.explain(query, key, key, mask.contiguous(), **options)
+    if given.capability != "aten":
+        assert given.scratch_bytes - dense.scratch_bytes == copied

@@ -18,11 +18,11 @@ constexpr int64_t kSmallDim = 64;
 
 // As few query rows as this take their own path: of a tile with many columns they would leave most idle. A
 // matrix unit makes up for that from a handful on, and so do products of pairs, the more the narrower the
-// heads are, but where several heads read the same keys, each with tiles of its own. With small dims all else
-// that is done to a row tells.
+// heads are, but both where several heads read the same keys, each with tiles of its own, later. With small
+// dims all else that is done to a row tells.
 template <typename S>
 ATTN_EXT_INLINE int64_t backward_few_rows(const AttentionShape& shape) {
-  if (!S::Product::kInRegisters) return 4;
+  if (!S::Product::kInRegisters) return group_size(shape) > 2 ? 8 : 4;
   if (S::kPanel < 64) return 8;
   const int64_t dims = shape.head_dim + shape.value_dim;
   if (S::kPaired) return group_size(shape) > 1 ? 8 : larger(4, dims / 40);
@@ -50,7 +50,8 @@ template <typename S>
 constexpr bool kReadsWeights = S::kShortElements;
 
 // Rows of heads that would leave many columns of a panel idle, each head by itself, share them: a few, fewer
-// than a panel has, or hardly more. Whole panels are worth the copies to a matrix unit alone, of many keys.
+// than a panel has, or hardly more. Whole wide panels are worth the copies to a matrix unit alone, of many
+// keys.
 template <typename S>
 ATTN_EXT_INLINE bool leaves_columns_idle(int64_t query_len, int64_t key_len) {
   constexpr int64_t kFewColumns = 32, kManyKeys = 512;

@@ -17,9 +17,9 @@ constexpr int64_t kForwardFewRows = 16;  // as few as this and nothing is packed
 
 constexpr int64_t kSplitFromRows = 8;  // as many are worth a matrix unit and packs,
 constexpr int64_t kLeastUnitElements =
-    128;                                // of fewer rows, so many dims of all, against a whole piece of keys
-constexpr int64_t kLatentDim = 256;     // and so is any row of more dims: many query heads share those,
-constexpr int64_t kLatentUnitRows = 4;  // but for so few that keys are better read where they lie
+    128;                             // of fewer rows, so many dims of all, against a piece of few rows' keys
+constexpr int64_t kLatentDim = 256;  // and so is any row of more dims: many query heads share those,
+constexpr int64_t kLatentUnitRows = 4;  // but for so few, which may read keys where they lie
 
 ATTN_EXT_INLINE bool has_weights(const ForwardParams& params) {
   return params.weights.data != nullptr || params.key_mass != nullptr;
