@@ -16,7 +16,7 @@ struct Inputs {
 
   CallSizes sizes;
   Views views;
-  at::Tensor mask;   // the copy, if there is one
+  at::Tensor mask;   // or its copy
   at::Tensor seeds;  // one for each block of the batch that a seed covers
   CallParams params;
 };
