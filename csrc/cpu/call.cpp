@@ -95,7 +95,7 @@ Inputs::Inputs(const SdpaArgs& args, const SdpaSizes& checked) : sizes(checked),
   }
 }
 
-void Inputs::make_mask_dense(const at::Tensor& given) {
+void Inputs::copy_scattered(const at::Tensor& given) {
   mask = dense_mask(given, params);
   if (!mask.is_same(given)) {
     params.rule.mask = views.matrix(mask);

@@ -12,13 +12,20 @@ struct Inputs {
   Inputs(const Inputs&) = delete;  // views point into it
 
   /// Lets the kernels read a copy of the mask where that is worth it (dense_mask.h).
-  void make_mask_dense(const at::Tensor& given);
+  void make_mask_dense(const at::Tensor& given) {
+    if (given.defined()) {
+      copy_scattered(given);
+    }
+  }
 
   CallSizes sizes;
   Views views;
   at::Tensor mask;   // or its copy
   at::Tensor seeds;  // one for each block of the batch that a seed covers
   CallParams params;
+
+ private:
+  void copy_scattered(const at::Tensor& given);
 };
 
 /// A pass's parameters, with what the inputs say filled in.
