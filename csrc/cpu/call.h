@@ -20,7 +20,7 @@ struct Inputs {
 
   CallSizes sizes;
   Views views;
-  at::Tensor mask;   // or its copy
+  at::Tensor mask;   // that the rule's view points into, if it is a copy
   at::Tensor seeds;  // one for each block of the batch that a seed covers
   CallParams params;
 

@@ -167,8 +167,7 @@ void KeyPieces<S>::plan(const ForwardParams& params, int threads, ForwardPlan& p
   // Pieces that lie beside each other stream better; some tasks a thread are enough for an even share.
   const int64_t even = key_units * plan.pieces.count / (kTasksPerThread * threads);
   plan.pieces.per_task = few_rows ? larger(1, even) : 1;
-  plan.pieces.heads_together =
-      few_rows && shape.key_heads > 1 && params.key.head_stride < params.key.row_stride;
+  plan.pieces.heads_together = few_rows && key_heads_interleave(params);
   plan.pieces.merged = plan.pieces.count > 1 || has_weights(params);
   plan.round_tasks[0] = shape.batch * ceil_div(shape.key_heads * plan.pieces.count, plan.pieces.per_task);
   if (plan.pieces.merged) {

@@ -25,6 +25,11 @@ ATTN_EXT_INLINE int64_t group_size(const AttentionShape& shape) {
   return shape.query_heads / larger(1, shape.key_heads);
 }
 
+// Whether rows of the key's heads lie between each other, as in (B, L, H, D).
+ATTN_EXT_INLINE bool key_heads_interleave(const CallParams& params) {
+  return params.shape.key_heads > 1 && params.key.head_stride < params.key.row_stride;
+}
+
 // A matrix of elements somewhere in memory.
 template <typename Element>
 struct Matrix {

@@ -113,7 +113,7 @@ void FewRows<S>::plan(const BackwardParams& params, int, BackwardPlan& plan) {
   plan.exact_delta = needs_exact_delta(params);
   plan.rounds = 4;
   few_rows.pieces = ceil_div(shape.key_len, kBackwardPieceKeys);
-  few_rows.heads_together = shape.key_heads > 1 && params.key.head_stride < params.key.row_stride;
+  few_rows.heads_together = key_heads_interleave(params);
   plan_families(shape, has_mask_grad && mask_has_keys ? &view : nullptr, plan.chains);
   few_rows.term_tasks = plan.exact_delta || any_far<T>(params) ? units : 0;
   few_rows.piece_tasks = plan.chains.count * few_rows.pieces;
