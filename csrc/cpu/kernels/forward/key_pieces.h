@@ -12,8 +12,13 @@
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
-// So many rows of a group are worth packing what they read, where a head has few.
-constexpr int64_t kSharedRows = 64;
+// So many rows of a group, where a head has few, are worth packing what they read, and more of more dims: one
+// for so many. Pairs and short vectors lose most where rows lie, floats of 512 bits least (docs/trials.md).
+constexpr int64_t kSharedRows = 32;
+template <typename S>
+constexpr int64_t kDimsASharedRow = S::kPaired || sizeof(Vec<typename S::Accum>) < 64 ? 5
+                                    : sizeof(typename S::Element) == 2                ? 2
+                                                                                      : 1;
 constexpr int64_t kTasksPerThread = 8;  // at least, of a handful of rows, if there are as many pieces
 
 template <typename S>
@@ -75,13 +80,13 @@ class KeyPieces {
                      window_keys(params.rule, shape.key_len, shape.query_len - 1).end};
     return is_empty(seen) ? Range{0, 0} : seen;
   }
-  // Elements of two bytes that are read where they lie have to be made floats, or pairs of two rows of
-  // values, for every few query rows anew, and the lanes of a dot product be summed, which more dims make up
-  // for. Floats gain little or nothing (docs/trials.md).
+  // Where keys and values are read as they lie, the lanes of a dot product are summed, and short elements
+  // made floats, or pairs of two rows of values, for every few query rows anew. Of more dims the sums tell
+  // less, and packing more; the more so where rows of heads lie between each other.
   static bool shares_packs(const ForwardParams& params) {
     const AttentionShape& shape = params.shape;
-    return S::kShortElements && group_size(shape) * shape.query_len >= kSharedRows &&
-           shape.head_dim % (S::kLane * S::kDepth) == 0 && shape.head_dim <= kLatentDim;
+    const int64_t rows = group_size(shape) * shape.query_len / (key_heads_interleave(params) ? 2 : 1);
+    return S::Product::kInRegisters && rows >= kSharedRows && rows * kDimsASharedRow<S> >= shape.head_dim;
   }
   PackedHead<S> pack_piece(int64_t batch, int64_t key_head, Range keys) const;
   void add_key_mass(int64_t batch, int64_t key_head, int64_t piece) const;

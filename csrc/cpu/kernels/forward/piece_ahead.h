@@ -6,6 +6,9 @@
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
+// As large as this at most, all keys or values of a piece are asked for before it is its turn.
+constexpr int64_t kPieceAheadBytes = 1 << 17;
+
 // While row r is read, row r / kPlaces of place r % kPlaces is asked for; before begin(), nothing is.
 class PieceAhead {
  public:

@@ -264,6 +264,8 @@ class QueryBlock {
 
   // shared.h
   void shared_scores(int64_t band);
+  void ask_for_next_rows(const StoredRows<Element>& rows) const;
+  void ask_for_next_pack();
 
   // unit_rows.h
   bool by_unit() const { return plan_.path == ForwardPath::kUnitRows; }
@@ -343,6 +345,7 @@ class QueryBlock {
   bool in_pieces_ = false;
   int64_t next_head_ = 0;
   Range next_keys_{0, 0};
+  int64_t asked_keys_ = 0;  // of the next piece, which is packed
 };
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

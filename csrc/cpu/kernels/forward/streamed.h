@@ -40,9 +40,8 @@ ATTN_EXT_INLINE Distance prefetch_distance(const StoredRows<Stored>& stored, int
   return {round_up((near ? kNearPrefetchBytes : kPrefetchBytes) / row_bytes, Lane), near};
 }
 
-// As large as this at most, all keys or values of a piece are asked for while others are read, by so few
-// query rows at most: more compute for longer than they read.
-constexpr int64_t kPieceAheadBytes = 1 << 17, kPieceAheadRows = 16;
+// By so few query rows at most: more compute for longer than they read.
+constexpr int64_t kPieceAheadRows = 16;
 
 static_assert(kStreamKeys <= PieceAhead::kMostRows);
 

@@ -42,7 +42,7 @@ ATTN_EXT_INLINE void prefetch_places(const RowsAhead& ahead, int64_t first, int6
 // Asks for the next of them, so few at a time that no request is turned away.
 ATTN_EXT_INLINE void prefetch_some(RowsAhead& ahead, int64_t rows) {
   for (int64_t i = smaller(rows, ahead.rows); i > 0; --i) {
-    for (int64_t b = 0; b < ahead.bytes; b += 64) __builtin_prefetch(ahead.next + b);
+    for (int64_t b = 0; b < ahead.bytes; b += 64) prefetch_line(ahead.next + b, ahead.near);
     ahead.next += ahead.row_bytes;
     --ahead.rows;
   }

@@ -72,7 +72,7 @@ RowsAhead KeyQueryBlock<S>::rows_ahead(const TensorView& view, const void* data,
   const int64_t first = batch_offset(view, batch_) + head_ * view.head_stride +
                         (query_first_ + panel) * view.row_stride + key_first_ + cell;
   return {static_cast<const char*>(data) + first * size, view.row_stride * size, cell_rows(cell) * size,
-          smaller(S::kPanel, query_count_ - panel)};
+          smaller(S::kPanel, query_count_ - panel), true};
 }
 
 template <typename S>
