@@ -85,8 +85,12 @@ class KeyPieces {
   // less, and packing more; the more so where rows of heads lie between each other.
   static bool shares_packs(const ForwardParams& params) {
     const AttentionShape& shape = params.shape;
-    const int64_t rows = group_size(shape) * shape.query_len / (key_heads_interleave(params) ? 2 : 1);
-    return S::Product::kInRegisters && rows >= kSharedRows && rows * kDimsASharedRow<S> >= shape.head_dim;
+    const auto are_enough = [&](int64_t rows) {
+      return rows >= kSharedRows && rows * kDimsASharedRow<S> >= shape.head_dim;
+    };
+    const int64_t rows = group_size(shape) * shape.query_len;
+    if (!S::Product::kInRegisters || !are_enough(rows)) return false;
+    return are_enough(rows / 2) || !key_heads_interleave(params);
   }
   PackedHead<S> pack_piece(int64_t batch, int64_t key_head, Range keys) const;
   void add_key_mass(int64_t batch, int64_t key_head, int64_t piece) const;
