@@ -182,7 +182,8 @@ LAYOUTS = {
 
 @by_dtype
 @pytest.mark.parametrize(
-    ("query_len", "dim", "value_dim"), [(1, 128, 128), (1, 160, 8), (2, 64, 100), (3, 96, 40), (5, 33, 9), (7, 32, 72)]
+    ("query_len", "dim", "value_dim"),
+    [(1, 128, 128), (1, 160, 8), (2, 64, 100), (3, 96, 40), (5, 33, 9), (7, 32, 72)],
 )
 @pytest.mark.parametrize("size", [1.0, 1e-38])  # of the values: products that are subnormal, too
 @pytest.mark.parametrize("layout", LAYOUTS)

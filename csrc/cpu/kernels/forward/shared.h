@@ -29,8 +29,7 @@ template <typename S>
 ATTN_EXT_INLINE void QueryBlock<S>::ask_for_next_pack() {
   if (asked_keys_ >= next_keys_.end - next_keys_.begin) return;
   ask_for_next_rows(stored_keys(next_head_));
-  ask_for_next_rows(
-      {params_.value, params_.value_storage, batch_, next_head_, 0, params_.shape.value_dim});
+  ask_for_next_rows({params_.value, params_.value_storage, batch_, next_head_, 0, params_.shape.value_dim});
   asked_keys_ += kAskedRows;
 }
 
