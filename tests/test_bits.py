@@ -201,15 +201,16 @@ def test_a_row_has_the_same_bits_in_groups_of_any_size(layout, size, query_len, 
 
 @by_dtype
 @pytest.mark.parametrize("query_len", [1, 2, 7, 8])
-def test_a_zero_has_the_same_sign_beside_heads_that_see_other_keys(query_len, dtype):
-    """Head 0 goes through two stretches of keys, whose sum underflows, and beside head 1 through a third."""
+@pytest.mark.parametrize("heads", [2, 140])  # 140: whose keys are packed
+def test_a_zero_has_the_same_sign_beside_heads_that_see_other_keys(heads, query_len, dtype):
+    """Head 0 goes through two stretches of keys, whose sum underflows, and beside others through a third."""
     query, key, value = (torch.zeros(1, 1, length, 128, dtype=dtype) for length in (query_len, 256, 256))
     value[..., 0, :], value[..., 32, :] = 1.2e-38, -1.3e-38
-    mask = torch.zeros(2, 1, 256, dtype=torch.bool)
-    mask[:, :, [0, 32]] = mask[1, :, 100] = True
-    both = attn_ext.sdpa(query.expand(-1, 2, -1, -1), key, value, mask, enable_gqa=True)
+    mask = torch.zeros(heads, 1, 256, dtype=torch.bool)
+    mask[:, :, [0, 32]] = mask[1:, :, 100] = True
+    together = attn_ext.sdpa(query.expand(-1, heads, -1, -1), key, value, mask, enable_gqa=True)
     alone = attn_ext.sdpa(query, key, value, mask[:1])
-    assert torch.equal(both[:, :1].signbit(), alone.signbit())
+    assert torch.equal(together[:, :1].signbit(), alone.signbit())
 
 
 @by_dtype

@@ -16,8 +16,8 @@ namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 // for so many. Pairs and short vectors lose most where rows lie, floats of 512 bits least (docs/trials.md).
 constexpr int64_t kSharedRows = 32;
 template <typename S>
-constexpr int64_t kDimsASharedRow = S::kPaired || sizeof(Vec<typename S::Accum>) < 64 ? 5
-                                    : sizeof(typename S::Element) == 2                ? 2
+constexpr int64_t kDimsASharedRow = S::kPaired || sizeof(Vec<typename S::Accum>) < 64 ? 6
+                                    : sizeof(typename S::Element) == 2                ? 4
                                                                                       : 1;
 constexpr int64_t kTasksPerThread = 8;  // at least, of a handful of rows, if there are as many pieces
 
@@ -168,7 +168,11 @@ void KeyPieces<S>::plan(const ForwardParams& params, int threads, ForwardPlan& p
     plan.pieces.packs_keys = many || params.key.column_stride != 1;
     plan.pieces.packs_values = many || !unit_reads_in_place<S>(params);
   } else {
-    plan.pieces.packs_keys = plan.pieces.packs_values = !few_rows || shares_packs(params);
+    // What lies across memory is read there, or copied, faster than any but pairs are packed.
+    const auto packs = [&](const TensorView& view) { return S::kPaired || !lies_across(view); };
+    const bool shares = few_rows && shares_packs(params);
+    plan.pieces.packs_keys = !few_rows || (shares && packs(params.key));
+    plan.pieces.packs_values = !few_rows || (shares && packs(params.value));
   }
   plan.rounds = 3;
   if (query_units == 0 || shape.query_len == 0) return;
