@@ -10,7 +10,7 @@ enum class ForwardPath : int8_t {
   kWholeRows,  // all keys in one block: whole-row softmax
   kOnline,     // softmax over key blocks with a running maximum and sum
   kSplit,      // few query rows, many keys: pieces of the keys apart, then merged
-  kFewRows,    // a handful of query rows: keys and values read once, in pieces, where they lie unless many rows share them
+  kFewRows,    // a handful of query rows: keys and values read once, in pieces, and packed for many heads
   kUnitRows,   // the same in the order in which a matrix unit adds, which makes the scores, or all
 };
 constexpr int kForwardPaths = 5;
