@@ -120,11 +120,14 @@ def test_a_row_has_the_same_bits_beside_any_batch_and_heads(call, query_len, key
 
 @by_dtype
 @pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (24, 20), (67, 40), (128, 100), (160, 8)])
-@pytest.mark.parametrize("query_len", [1, 5, 8, 16])
-def test_bits_of_a_few_rows_do_not_depend_on_how_keys_and_values_lie(query_len, dim, value_dim, dtype):
+@pytest.mark.parametrize("key_len", [471, 4096])  # columns a large power of two apart share sets of a cache
+@pytest.mark.parametrize("query_len", [1, 2, 3, 5, 8, 16])
+def test_bits_of_a_few_rows_do_not_depend_on_how_keys_and_values_lie(
+    query_len, key_len, dim, value_dim, dtype
+):
     query, key, value = (
         torch.randn(2, 3, length, columns, dtype=dtype, requires_grad=True)
-        for length, columns in ((query_len, dim), (471, dim), (471, value_dim))
+        for length, columns in ((query_len, dim), (key_len, dim), (key_len, value_dim))
     )
     expected = everything((query, key, value), {})
     for key_across, value_across in ((True, True), (True, False), (False, True)):

@@ -297,7 +297,6 @@ class QueryBlock {
   template <int Rows, typename Stored>
   void stream_rows(int64_t band, int64_t row, int64_t key, StreamArgs<S, Stored>& args);
   void keep_weights(int64_t band) const;
-  int64_t scores_across(int64_t band, const StoredRows<Element>& keys, Range run) const;
   template <typename Stored>
   Matrix<Stored> key_rows(const StoredRows<Stored>& keys, Range rest, int64_t distance, Range& copied) const;
   template <typename Stored>
@@ -305,6 +304,12 @@ class QueryBlock {
   template <typename Stored>
   const Stored* gather_values(const StoredRows<Stored>& values, Range rest, int64_t end, int64_t distance,
                               Range& copied, BadRows& bad) const;
+
+  // across.h
+  bool multiplies_keys_across(const StoredRows<Element>& keys) const;
+  int64_t scores_across(int64_t band, const StoredRows<Element>& keys, Range run) const;
+  bool multiplies_values_across(const StoredRows<Element>& values) const;
+  int64_t values_across(int64_t band, const StoredRows<Element>& values, Range keys, bool fresh) const;
 
   // output.h
   void finish_rows(int64_t band);

@@ -5,7 +5,7 @@
 #include "../interface/memory_ahead.h"
 #include "../matrix/row_dots.h"
 #include "../matrix/rows_ahead.h"
-#include "../matrix/shared_dots.h"
+#include "across.h"
 #include "query_block.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
@@ -13,18 +13,6 @@ namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 // So far ahead of what is being read, memory is asked for what comes next: into the second cache, which on
 // most processors can wait for more lines at a time than the first, or near, into that.
 constexpr int64_t kPrefetchBytes = 16384, kNearPrefetchBytes = 8192;
-
-// Of keys that lie across memory, so many are asked for ahead: some lines of each column.
-template <typename Element>
-constexpr int64_t kAcrossAhead = 256 / static_cast<int64_t>(sizeof(Element));
-
-// Whether a line of each column of keys that lie across memory finds room in the second cache: not where many
-// columns are a large power of two apart, and share its sets.
-template <typename Element>
-ATTN_EXT_INLINE bool are_apart_in_cache(const TensorView& keys, int64_t dim) {
-  const int64_t bytes = keys.column_stride * static_cast<int64_t>(sizeof(Element));
-  return (bytes & -bytes) * dim <= (1 << 18);
-}
 
 struct Distance {
   int64_t rows;  // whole vectors of keys
@@ -121,10 +109,7 @@ void QueryBlock<S>::stream_scores_of(int64_t band) {
     const Range run = runs_[i];
     int64_t j = run.begin;
     if constexpr (std::is_same_v<Stored, Element>) {
-      if (keys.lie_across() && keys.lie_in_place(0, key_len) &&
-          are_apart_in_cache<Element>(params_.key, keys.columns())) {
-        j = scores_across(band, keys, run);
-      }
+      if (multiplies_keys_across(keys)) j = scores_across(band, keys, run);
     }
     for (; j < run.end; j += S::kLane) {
       RowsAhead ahead;
@@ -144,27 +129,6 @@ void QueryBlock<S>::stream_scores_of(int64_t band) {
       });
     }
   }
-}
-
-// Of keys that lie across memory, a panel at a time as it lies there; which key is the first that is left.
-template <typename S>
-int64_t QueryBlock<S>::scores_across(int64_t band, const StoredRows<Element>& keys, Range run) const {
-  const Matrix<Element> m = keys.in_place(block_key_, block_count_);
-  SharedDotsArgs<S> args{};
-  args.depth = ceil_div(m.columns, S::kDepth);
-  args.left_stride = s_.query_stride;
-  args.out_stride = s_.score_stride;
-  int64_t j = run.begin;
-  for (; j + kSharedPanel<S> <= smaller(run.end, block_count_); j += kSharedPanel<S>) {
-    KeysAcross<S> panel{m.data + j, m.column_stride, m.columns, band == 0 ? kAcrossAhead<Element> : 0};
-    each_few_rows<S>(band, band + band_rows(band), [&](auto count, int64_t r) {
-      args.left = s_.query + r * s_.query_stride;
-      args.out = score_row(band, r) + j;
-      shared_dots<S, decltype(count)::value, 2>(args, panel);
-      panel.ahead = 0;
-    });
-  }
-  return j;
 }
 
 // A vector of keys, the first of `rest`: where they lie, or copied, with zero for those that are not there.
@@ -284,7 +248,12 @@ void QueryBlock<S>::stream_values_of(int64_t band) {
   Range copied{0, 0};
   for (int64_t i = 0; i < run_count_; ++i) {
     const Range run = runs_[i];
-    for (int64_t j = run.begin, next; j < run.end; j = next, args.fresh = false) {
+    int64_t j = run.begin;
+    if constexpr (std::is_same_v<Stored, Element>) {
+      if (multiplies_values_across(values)) j = values_across(band, values, run, args.fresh);
+    }
+    if (j > run.begin) args.fresh = false;
+    for (int64_t next; j < run.end; j = next, args.fresh = false) {
       const Range keys = keys_of_stretch(values, j, run.end);
       next = keys.end == block_count_ ? run.end : keys.end;
       args.depth = depth_of<Product>(keys.end - j);
