@@ -217,7 +217,7 @@ MASKS = {
 
 
 @pytest.mark.same_bits
-@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", MASKS)
 def test_a_mask_has_the_same_meaning_wherever_its_numbers_lie(name, mask_dtype, device):
     mask = MASKS[name](mask_dtype).to(device)
@@ -234,10 +234,11 @@ def test_a_mask_has_the_same_meaning_wherever_its_numbers_lie(name, mask_dtype, 
 
 
 @pytest.mark.same_bits
+@pytest.mark.parametrize(("rows", "keys"), [(1600, 1500), (4200, 4096)])  # 10 MB, and 69
 @pytest.mark.parametrize("batch", [1, 2])
-def test_so_has_a_large_one_whether_it_is_read_once_or_twice(batch, device):
-    query, key, value = (torch.randn(batch, 1, n, 8, device=device) for n in (1600, 1500, 1500))
-    mask = torch.randn(1500, 1600, device=device).mT  # 9.6 MB
+def test_so_has_a_large_one_whether_it_is_read_once_or_twice(rows, keys, batch, device):
+    query, key, value = (torch.randn(batch, 1, n, 8, device=device) for n in (rows, keys, keys))
+    mask = torch.randn(keys, rows, device=device).mT
     output = attn_ext.sdpa(query, key, value, mask)
     assert torch.equal(output, attn_ext.sdpa(query, key, value, mask.contiguous()))
 
@@ -259,5 +260,15 @@ def test_explain_counts_the_copy_of_a_mask_on_the_cpu(mask, options, copied):
     query, key = torch.zeros(2, 3, 64, 8), torch.zeros(2, 3, 96, 8)
     given = attn_ext.explain(query, key, key, mask, **options)
     dense = attn_ext.explain(query, key, key, mask.contiguous(), **options)
+    if given.capability != "aten":
+        assert given.scratch_bytes - dense.scratch_bytes == copied
+
+
+@pytest.mark.parametrize(("rows", "copied"), [(4096, 4096 * 4096 * 4), (4097, 0)])
+def test_a_mask_of_more_than_64_MB_is_not_copied_on_the_cpu(rows, copied):
+    query, key = torch.zeros(1, 1, rows, 8), torch.zeros(1, 1, 4096, 8)
+    mask = torch.empty(4096, rows)
+    given = attn_ext.explain(query, key, key, mask.mT)
+    dense = attn_ext.explain(query, key, key, mask.view(rows, 4096))
     if given.capability != "aten":
         assert given.scratch_bytes - dense.scratch_bytes == copied

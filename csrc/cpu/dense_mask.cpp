@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+#include <utility>
 
 #include "call.h"
 #include "huge_pages.h"
@@ -15,10 +16,8 @@ namespace attn_ext::cpu {
 
 namespace {
 
-// Into memory that is touched for the first time a copy takes as long as a call that reads the mask once
-// takes longer without one. What is read more often may be larger, but is not doubled whatever it takes.
-constexpr size_t kMostReadOnce = size_t{8} << 20, kMostShared = size_t{64} << 20;
-constexpr double kNumberWork = 4;  // to copy one, in multiply-adds
+constexpr size_t kMostBytes = size_t{64} << 20;  // of a copy: what is larger is not doubled
+constexpr double kNumberWork = 4;                // to copy one, in multiply-adds
 
 /// A dim by its size and its strides in both tensors.
 struct Dim {
@@ -56,12 +55,65 @@ int64_t closest_dim(const at::Tensor& mask) {
   return closest;
 }
 
+/// Vectors that every processor has: squares of them are turned around in registers.
+template <class Element>
+struct Vector {
+  static constexpr int kLanes = 16 / static_cast<int>(sizeof(Element));
+  typedef Element Type __attribute__((vector_size(16)));
+};
+
+/// Lanes of a and b in turns, from lane `First` on.
+template <class Element, int First, int... Lane>
+auto in_turns(typename Vector<Element>::Type a, typename Vector<Element>::Type b,
+              std::integer_sequence<int, Lane...> /*lanes*/) {
+  return __builtin_shufflevector(a, b, (First + Lane / 2 + Lane % 2 * Vector<Element>::kLanes)...);
+}
+
+template <class Element>
+void turn_square(const Element* from, int64_t from_stride, Element* to, int64_t to_stride) {
+  constexpr int kSide = Vector<Element>::kLanes, kHalf = kSide / 2;
+  constexpr std::make_integer_sequence<int, kSide> kLanes;
+  struct Square {
+    typename Vector<Element>::Type rows[kSide];
+  } square;
+#pragma GCC unroll 16
+  for (int i = 0; i < kSide; ++i) {
+    std::memcpy(&square.rows[i], from + i * from_stride, sizeof(square.rows[i]));
+  }
+#pragma GCC unroll 4
+  for (int turned = 1; turned < kSide; turned *= 2) {
+    const Square before = square;
+#pragma GCC unroll 8
+    for (int i = 0; i < kHalf; ++i) {
+      square.rows[2 * i] = in_turns<Element, 0>(before.rows[i], before.rows[i + kHalf], kLanes);
+      square.rows[2 * i + 1] = in_turns<Element, kHalf>(before.rows[i], before.rows[i + kHalf], kLanes);
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < kSide; ++i) {
+    std::memcpy(to + i * to_stride, &square.rows[i], sizeof(square.rows[i]));
+  }
+}
+
 /// Some columns of all rows. What lies beside each other is read at once, into a square that the nearest
 /// cache holds: columns a power of two apart put one another out of it.
 template <class Element>
 void turn_around(const Element* from, Element* to, const Dim& rows, const Dim& columns, int64_t begin,
                  int64_t end) {
-  constexpr int64_t kRows = 64 / static_cast<int64_t>(sizeof(Element)), kColumns = 64;
+  constexpr int64_t kRows = 64 / static_cast<int64_t>(sizeof(Element)), kColumns = 64,
+                    kStep = Vector<Element>::kLanes;
+  if (rows.from == 1 && rows.size >= kStep && end - begin >= kStep) {  // the last squares overlap
+    for (int64_t first = begin; first < end; first += kColumns) {
+      for (int64_t r = 0; r < rows.size; r += kStep) {
+        const int64_t row = std::min(r, rows.size - kStep);
+        for (int64_t c = first; c < std::min(end, first + kColumns); c += kStep) {
+          const int64_t column = std::min(c, end - kStep);
+          turn_square(from + row + column * columns.from, columns.from, to + row * rows.to + column, rows.to);
+        }
+      }
+    }
+    return;
+  }
   Element square[kRows][kColumns];
   for (int64_t row = 0; row < rows.size; row += kRows) {
     const int64_t row_count = std::min(kRows, rows.size - row);
@@ -134,8 +186,7 @@ int64_t dense_mask_bytes(const at::Tensor& mask, const CallParams& params) {
   const int64_t scores = visible_scores(params);
   const bool is_hidden = scores < once.numel();
   const bool overlaps = once.nbytes() > once.storage().nbytes();  // rows that share their numbers
-  const size_t most = scores < 2 * once.numel() ? kMostReadOnce : kMostShared;
-  return is_hidden || overlaps || once.nbytes() > most ? 0 : static_cast<int64_t>(once.nbytes());
+  return is_hidden || overlaps || once.nbytes() > kMostBytes ? 0 : static_cast<int64_t>(once.nbytes());
 }
 
 at::Tensor dense_mask(const at::Tensor& mask, const CallParams& params) {
