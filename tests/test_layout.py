@@ -206,6 +206,7 @@ MASKS = {
     "samples innermost": lambda dtype: mask_in(dtype, 1, 2, 3, 0),
     "transposed": lambda dtype: mask_in(dtype, 0, 1, 3, 2),
     "of two dims, transposed": lambda dtype: numbers(dtype, 300, 70).mT,
+    "transposed, one column more than those of a task": lambda dtype: numbers(dtype, 1025, 20).mT,
     "each second column": lambda dtype: numbers(dtype, 2, 3, 70, 600)[..., ::2],
     "of all samples": lambda dtype: numbers(dtype, 70, 300, 3).permute(2, 0, 1).expand(MASK_SIZES),
     "of all heads": lambda dtype: numbers(dtype, 2, 1, 300, 70).mT.expand(MASK_SIZES),
@@ -222,7 +223,7 @@ MASKS = {
 def test_a_mask_has_the_same_meaning_wherever_its_numbers_lie(name, mask_dtype, device):
     mask = MASKS[name](mask_dtype).to(device)
     dtype = torch.float32 if mask_dtype == torch.bool else mask_dtype
-    lengths = mask.shape[-2], *[MASK_SIZES[-1]] * 2
+    lengths = mask.shape[-2], mask.shape[-1], mask.shape[-1]
     inputs = [torch.randn(2, 3, n, 16, device=device, dtype=dtype).requires_grad_() for n in lengths]
     results = []
     for each in (mask, mask.contiguous()):
@@ -264,11 +265,23 @@ def test_explain_counts_the_copy_of_a_mask_on_the_cpu(mask, options, copied):
         assert given.scratch_bytes - dense.scratch_bytes == copied
 
 
-@pytest.mark.parametrize(("rows", "copied"), [(4096, 4096 * 4096 * 4), (4097, 0)])
-def test_a_mask_of_more_than_64_MB_is_not_copied_on_the_cpu(rows, copied):
-    query, key = torch.zeros(1, 1, rows, 8), torch.zeros(1, 1, 4096, 8)
-    mask = torch.empty(4096, rows)
-    given = attn_ext.explain(query, key, key, mask.mT)
-    dense = attn_ext.explain(query, key, key, mask.view(rows, 4096))
+@pytest.mark.parametrize(
+    ("mask", "copied"),
+    [
+        (torch.empty(4096, 4096).mT, True),  # 64 MB
+        (torch.empty(4096, 4097).mT, False),
+        (torch.empty(1024, 1024, 4).permute(2, 0, 1), True),  # 16 MB, 16 bytes of neighbours
+        (torch.empty(1024, 1024, 3).permute(2, 0, 1), False),
+        (torch.empty(1024, 1024, 3).permute(2, 0, 1).expand(2, 3, 1024, 1024), True),  # read twice
+        (torch.empty(512, 512, 3).permute(2, 0, 1), True),
+    ],
+)
+def test_of_large_masks_those_that_pay_are_copied_on_the_cpu(mask, copied):
+    heads, rows, keys = 1 if mask.dim() == 2 else mask.shape[-3], *mask.shape[-2:]
+    batch = 2 if mask.dim() == 4 else 1
+    query, key = torch.empty(batch, heads, rows, 8), torch.empty(batch, heads, keys, 8)
+    given = attn_ext.explain(query, key, key, mask)
+    dense = attn_ext.explain(query, key, key, torch.empty(1).expand(mask.shape[-2:]).contiguous())
+    copied = mask[0].nbytes if copied and batch == 2 else mask.nbytes if copied else 0
     if given.capability != "aten":
         assert given.scratch_bytes - dense.scratch_bytes == copied

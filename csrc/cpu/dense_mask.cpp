@@ -16,8 +16,10 @@ namespace attn_ext::cpu {
 
 namespace {
 
-constexpr size_t kMostBytes = size_t{64} << 20;  // of a copy: what is larger is not doubled
-constexpr double kNumberWork = 4;                // to copy one, in multiply-adds
+// What is larger is not doubled. Number by number, into memory that is touched for the first time, a copy
+// takes as long as a call that reads the mask once takes longer without one.
+constexpr size_t kMostBytes = size_t{64} << 20, kMostByNumber = size_t{8} << 20;
+constexpr double kNumberWork = 4;  // to copy one, in multiply-adds
 
 /// A dim by its size and its strides in both tensors.
 struct Dim {
@@ -66,7 +68,12 @@ struct Vector {
 template <class Element, int First, int... Lane>
 auto in_turns(typename Vector<Element>::Type a, typename Vector<Element>::Type b,
               std::integer_sequence<int, Lane...> /*lanes*/) {
+#if defined(__clang__)
   return __builtin_shufflevector(a, b, (First + Lane / 2 + Lane % 2 * Vector<Element>::kLanes)...);
+#else  // GCC has that from version 12 on
+  using Lanes = typename Vector<Element>::Type;
+  return __builtin_shuffle(a, b, Lanes{(First + Lane / 2 + Lane % 2 * Vector<Element>::kLanes)...});
+#endif
 }
 
 template <class Element>
@@ -95,39 +102,59 @@ void turn_square(const Element* from, int64_t from_stride, Element* to, int64_t 
   }
 }
 
-/// Some columns of all rows. What lies beside each other is read at once, into a square that the nearest
-/// cache holds: columns a power of two apart put one another out of it.
+/// Whether squares of vectors fit.
+bool turns_squares(int64_t side, const Dim& rows, int64_t columns) {
+  return rows.from == 1 && rows.size >= side && columns >= side;
+}
+
+/// body(row, column) for each square; the last overlap. RowsFirst: all rows of a column's before the next.
+template <class Element, bool RowsFirst, class Body>
+void each_square(int64_t rows, int64_t columns, Body body) {
+  constexpr int64_t kSide = Vector<Element>::kLanes;
+  const int64_t outer = RowsFirst ? columns : rows, inner = RowsFirst ? rows : columns;
+  for (int64_t i = 0; i < outer; i += kSide) {
+    const int64_t a = std::min(i, outer - kSide);
+    for (int64_t j = 0; j < inner; j += kSide) {
+      const int64_t b = std::min(j, inner - kSide);
+      RowsFirst ? body(b, a) : body(a, b);
+    }
+  }
+}
+
+/// Some columns of all rows. What lies beside each other is read at once, into a block that the nearest cache
+/// holds, as columns a power of two apart put one another out of it; columns that lie beside each other go
+/// straight to where they belong.
 template <class Element>
 void turn_around(const Element* from, Element* to, const Dim& rows, const Dim& columns, int64_t begin,
                  int64_t end) {
-  constexpr int64_t kRows = 64 / static_cast<int64_t>(sizeof(Element)), kColumns = 64,
-                    kStep = Vector<Element>::kLanes;
-  if (rows.from == 1 && rows.size >= kStep && end - begin >= kStep) {  // the last squares overlap
-    for (int64_t first = begin; first < end; first += kColumns) {
-      for (int64_t r = 0; r < rows.size; r += kStep) {
-        const int64_t row = std::min(r, rows.size - kStep);
-        for (int64_t c = first; c < std::min(end, first + kColumns); c += kStep) {
-          const int64_t column = std::min(c, end - kStep);
-          turn_square(from + row + column * columns.from, columns.from, to + row * rows.to + column, rows.to);
-        }
-      }
-    }
-    return;
-  }
-  Element square[kRows][kColumns];
+  constexpr int64_t kRows = 64 / static_cast<int64_t>(sizeof(Element)), kColumns = 64;
+  Element block[kRows][kColumns];
   for (int64_t row = 0; row < rows.size; row += kRows) {
     const int64_t row_count = std::min(kRows, rows.size - row);
     for (int64_t column = begin; column < end; column += kColumns) {
       const int64_t count = std::min(kColumns, end - column);
       const Element* first = from + row * rows.from + column * columns.from;
-      for (int64_t c = 0; c < count; ++c) {
-        for (int64_t r = 0; r < row_count; ++r) {
-          square[r][c] = first[r * rows.from + c * columns.from];
+      Element* out = to + row * rows.to + column;
+      const bool squares = turns_squares(Vector<Element>::kLanes, {row_count, rows.from, 0}, count);
+      if (squares && columns.from <= 2 * kRows) {
+        each_square<Element, false>(row_count, count, [&](int64_t r, int64_t c) {
+          turn_square(first + r + c * columns.from, columns.from, out + r * rows.to + c, rows.to);
+        });
+        continue;
+      }
+      if (squares) {
+        each_square<Element, true>(row_count, count, [&](int64_t r, int64_t c) {
+          turn_square(first + r + c * columns.from, columns.from, &block[r][c], kColumns);
+        });
+      } else {
+        for (int64_t c = 0; c < count; ++c) {
+          for (int64_t r = 0; r < row_count; ++r) {
+            block[r][c] = first[r * rows.from + c * columns.from];
+          }
         }
       }
       for (int64_t r = 0; r < row_count; ++r) {
-        std::memcpy(to + (row + r) * rows.to + column, square[r],
-                    static_cast<size_t>(count) * sizeof(Element));
+        std::memcpy(out + r * rows.to, block[r], static_cast<size_t>(count) * sizeof(Element));
       }
     }
   }
@@ -186,7 +213,11 @@ int64_t dense_mask_bytes(const at::Tensor& mask, const CallParams& params) {
   const int64_t scores = visible_scores(params);
   const bool is_hidden = scores < once.numel();
   const bool overlaps = once.nbytes() > once.storage().nbytes();  // rows that share their numbers
-  return is_hidden || overlaps || once.nbytes() > kMostBytes ? 0 : static_cast<int64_t>(once.nbytes());
+  const int64_t closest = closest_dim(once);
+  const bool by_squares =
+      turns_squares(16 / once.element_size(), {once.size(closest), once.stride(closest), 0}, once.size(-1));
+  const size_t most = by_squares || scores >= 2 * once.numel() ? kMostBytes : kMostByNumber;
+  return is_hidden || overlaps || once.nbytes() > most ? 0 : static_cast<int64_t>(once.nbytes());
 }
 
 at::Tensor dense_mask(const at::Tensor& mask, const CallParams& params) {

@@ -53,27 +53,25 @@ bool QueryBlock<S>::multiplies_values_across(const StoredRows<Element>& values) 
          values.lie_in_place(0, params_.shape.key_len);
 }
 
-// Whole squares of the keys, columns by columns; which key is the first that is left.
+// Some columns at a time.
 template <typename S>
-int64_t QueryBlock<S>::values_across(int64_t band, const StoredRows<Element>& values, Range keys,
-                                     bool fresh) const {
+void QueryBlock<S>::values_across(int64_t band, const StoredRows<Element>& values, Range keys,
+                                  bool fresh) const {
   if constexpr (kMultipliesAcross<S>) {
-    constexpr int64_t kBytes = S::kLane * static_cast<int64_t>(sizeof(Element));
-    const int64_t count = round_down(smaller(keys.end, block_count_) - keys.begin, kSquareRows<Element>);
-    if (count <= 0) return keys.begin;
+    const int64_t count = smaller(keys.end, block_count_) - keys.begin;
     const Matrix<Element> m = values.in_place(block_key_ + keys.begin, count);
-    const int64_t blocks = ceil_div(m.columns, S::kLane);
-    const int64_t blocks_ahead = larger(1, kValueBytesAhead / (kBytes * count));
+    const int64_t bytes = S::kLane * count * static_cast<int64_t>(sizeof(Element));
+    const int64_t blocks = ceil_div(m.columns, S::kLane), blocks_ahead = larger(1, kValueBytesAhead / bytes);
     AcrossProduct<S> args{};
     args.left_stride = s_.score_stride;
     args.out_stride = s_.output_stride;
     args.fresh = fresh;
     for (int64_t c = 0; c < m.columns; c += S::kLane) {
-      const int64_t later =
-          c / S::kLane + blocks_ahead;  // after the last columns come those of the next keys
+      // After the last columns come those of the next keys.
+      const int64_t later = c / S::kLane + blocks_ahead;
+      const int64_t ahead = (later % blocks * S::kLane - c) * m.column_stride + later / blocks * count;
       args.right = {m.data + c * m.column_stride, m.column_stride, count, m.columns - c};
-      args.ahead = (later % blocks * S::kLane - c) * m.column_stride + later / blocks * count;
-      if (band != 0) args.ahead = 0;
+      args.ahead = ahead;
       each_few_rows<S>(band, band + band_rows(band), [&](auto rows, int64_t r) {
         constexpr int kRows = decltype(rows)::value;
         args.left = reinterpret_cast<const Operand*>(score_row(band, r)) + keys.begin / S::kDepth;
@@ -83,9 +81,7 @@ int64_t QueryBlock<S>::values_across(int64_t band, const StoredRows<Element>& va
         args.ahead = 0;
       });
     }
-    return keys.begin + count == block_count_ ? keys.end : keys.begin + count;
   }
-  return keys.begin;
 }
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

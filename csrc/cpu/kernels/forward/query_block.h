@@ -309,7 +309,7 @@ class QueryBlock {
   bool multiplies_keys_across(const StoredRows<Element>& keys) const;
   int64_t scores_across(int64_t band, const StoredRows<Element>& keys, Range run) const;
   bool multiplies_values_across(const StoredRows<Element>& values) const;
-  int64_t values_across(int64_t band, const StoredRows<Element>& values, Range keys, bool fresh) const;
+  void values_across(int64_t band, const StoredRows<Element>& values, Range keys, bool fresh) const;
 
   // output.h
   void finish_rows(int64_t band);

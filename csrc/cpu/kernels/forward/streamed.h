@@ -248,12 +248,14 @@ void QueryBlock<S>::stream_values_of(int64_t band) {
   Range copied{0, 0};
   for (int64_t i = 0; i < run_count_; ++i) {
     const Range run = runs_[i];
-    int64_t j = run.begin;
     if constexpr (std::is_same_v<Stored, Element>) {
-      if (multiplies_values_across(values)) j = values_across(band, values, run, args.fresh);
+      if (multiplies_values_across(values)) {
+        values_across(band, values, run, args.fresh);
+        args.fresh = false;
+        continue;
+      }
     }
-    if (j > run.begin) args.fresh = false;
-    for (int64_t next; j < run.end; j = next, args.fresh = false) {
+    for (int64_t j = run.begin, next; j < run.end; j = next, args.fresh = false) {
       const Range keys = keys_of_stretch(values, j, run.end);
       next = keys.end == block_count_ ? run.end : keys.end;
       args.depth = depth_of<Product>(keys.end - j);

@@ -7,14 +7,16 @@
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
+// Elements of two bytes are made floats for less by a copy that is read in order, but in vectors of 512 bits.
 template <typename S>
-constexpr bool kMultipliesAcross = S::Product::kInRegisters&& kTurnsSquares<typename S::Element>;
+constexpr bool kWidensAcross = sizeof(typename S::Element) * S::kDepth < sizeof(typename S::Operand);
+template <typename S>
+constexpr bool kMultipliesAcross = S::Product::kInRegisters&& kTurnsSquares<typename S::Element> &&
+                                   (!kWidensAcross<S> || S::kLane >= 16);
 
-// So many rows at most: squares are turned around for each four of them anew, and two bytes made floats,
-// where a copy is read by all.
+// So many rows at most: squares are turned around for each four of them anew, where a copy is read by all.
 template <typename S>
-constexpr int64_t kMostRowsAcross = sizeof(typename S::Element) * S::kDepth < sizeof(typename S::Operand) ? 4
-                                                                                                          : 8;
+constexpr int64_t kMostRowsAcross = kWidensAcross<S> ? 4 : 8;
 
 // out (Rows, columns) (+)= left (Rows, depth) . right (depth, columns), a vector of columns at most, and of
 // the depth whole squares. A number is one chain of sums along the depth, as it is where rows lie side by
@@ -35,7 +37,7 @@ template <typename S, typename Body>
 ATTN_EXT_INLINE void each_operand_in(Vec<typename S::Accum> lanes, int i, Body body) {
   using Operand = typename S::Operand;
   using Element = typename S::Element;
-  if constexpr (sizeof(Element) * S::kDepth == sizeof(Operand)) {
+  if constexpr (!kWidensAcross<S>) {
     body((Vec<Operand>)lanes, i);
   } else {  // two rows, the first in the low half
     const auto both = (Vec<uint32_t>)lanes;
@@ -50,29 +52,47 @@ ATTN_EXT_INLINE void each_operand_in(Vec<typename S::Accum> lanes, int i, Body b
   }
 }
 
+// The first `count` elements, fewer than a vector has, as they are, and zeros.
+template <typename Element>
+ATTN_EXT_INLINE Vec<Compute<Element>> load_first(const Element* p, int64_t count) {
+  if constexpr (sizeof(Element) >= 4) {
+    return load_partial(p, count);
+  } else {
+#if defined(__AVX512BW__)
+    return (Vec<float>)_mm512_maskz_loadu_epi16(static_cast<__mmask32>((1u << count) - 1), p);
+#else
+    constexpr int64_t kHalf = kLanes<float>;
+    HalfBits halves[2] = {load_half_bits_partial(&p->bits, smaller(count, kHalf)), {}};
+    if (count > kHalf) halves[1] = load_half_bits_partial(&p[kHalf].bits, count - kHalf);
+    Vec<float> both;
+    memcpy(&both, halves, sizeof(both));
+    return both;
+#endif
+  }
+}
+
+// Of the columns that are left where Partial. A last square that is not whole is filled up with zeros.
 template <typename S, int Rows, bool Partial>
 void multiply_across(const AcrossProduct<S>& args) {
   using T = typename S::Accum;
   using Operand = typename S::Operand;
   using Element = typename S::Element;
   constexpr int kSide = kLanes<T>;
+  constexpr int64_t kRows = kSquareRows<Element>, kOperands = kRows / S::kDepth;
   constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(Element));
   const int64_t stride = args.right.column_stride, columns = Partial ? args.right.columns : kSide;
+  const int64_t whole = round_down(args.right.rows, kRows), rest = args.right.rows - whole;
   Vec<T> sums[Rows] = {};
   if (!args.fresh) {
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r) sums[r] = load(args.out + r * args.out_stride);
   }
-  const Operand* left = args.left;
-  const Element* from = args.right.data;
-  for (int64_t row = 0; row < args.right.rows; row += kSquareRows<Element>) {
-    if (args.ahead != 0 && row % kLine == 0) {
-      for (int64_t c = 0; c < columns; ++c) __builtin_prefetch(from + c * stride + args.ahead, 0, 2);
-    }
+  const auto multiply_square = [&](auto load_column, const Operand* left, int64_t left_stride)
+      __attribute__((always_inline)) {
     Vec<T> square[kSide] = {};
 #pragma GCC unroll 16
     for (int c = 0; c < kSide; ++c) {
-      if (c < columns) memcpy(&square[c], from + c * stride, sizeof(square[c]));
+      if (c < columns) load_column(c, square[c]);
     }
     transpose_square<T>(square);
 #pragma GCC unroll 16
@@ -81,12 +101,28 @@ void multiply_across(const AcrossProduct<S>& args) {
           square[i], i, [&](Vec<Operand> right, int k) __attribute__((always_inline)) {
 #pragma GCC unroll 4
             for (int r = 0; r < Rows; ++r) {
-              sums[r] = S::Product::step(broadcast(left[r * args.left_stride + k]), right, sums[r]);
+              sums[r] = S::Product::step(broadcast(left[r * left_stride + k]), right, sums[r]);
             }
           });
     }
-    from += kSquareRows<Element>;
-    left += kSquareRows<Element> / S::kDepth;
+  };
+  const Operand* left = args.left;
+  const Element* from = args.right.data;
+  for (int64_t row = 0; row < whole; row += kRows, from += kRows, left += kOperands) {
+    if (args.ahead != 0 && row % kLine == 0) {
+      for (int64_t c = 0; c < columns; ++c) __builtin_prefetch(from + c * stride + args.ahead, 0, 2);
+    }
+    multiply_square([&](int c, Vec<T>& column) { memcpy(&column, from + c * stride, sizeof(column)); }, left,
+                    args.left_stride);
+  }
+  if (rest > 0) {
+    Operand padded[Rows * kOperands] = {};
+    for (int r = 0; r < Rows; ++r) {
+      memcpy(padded + r * kOperands, left + r * args.left_stride,
+             static_cast<size_t>(ceil_div(rest, S::kDepth)) * sizeof(Operand));
+    }
+    multiply_square([&](int c, Vec<T>& column) { column = load_first(from + c * stride, rest); }, padded,
+                    kOperands);
   }
 #pragma GCC unroll 4
   for (int r = 0; r < Rows; ++r) store(args.out + r * args.out_stride, sums[r]);
