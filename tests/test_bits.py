@@ -183,6 +183,30 @@ LAYOUTS = {
 }
 BOTH_LAYOUTS = [("rows", "rows"), ("transposed", "transposed"), ("across", "across"), ("rows", "across")]
 
+SEEN_KEYS = {
+    "all": lambda keys: {},
+    "from the 17th on": lambda keys: {"attn_mask": keys >= 16},
+    "two runs": lambda keys: {"attn_mask": (keys < 65) | (keys >= 192)},
+    "few of many": lambda keys: {"attn_mask": keys % 97 == 5},
+    "a window": lambda keys: {"is_causal": True, "query_offset": len(keys) // 2, "window_left": 40},
+}
+
+
+@by_dtype
+@pytest.mark.parametrize("seen", SEEN_KEYS)
+@pytest.mark.parametrize("query_len", [1, 4, 7])
+@pytest.mark.parametrize("key_len", [1, 7, 16, 31, 32, 33, 48, 256, 257, 331, 555])
+def test_bits_of_rows_that_see_some_keys_do_not_depend_on_how_keys_and_values_lie(
+    key_len, query_len, seen, dtype
+):
+    query, key, value = (torch.randn(2, 3, n, 40).to(dtype) for n in (query_len, key_len, key_len))
+    options = SEEN_KEYS[seen](torch.arange(key_len))
+    across = LAYOUTS["across"]
+    expected = attn_ext.sdpa_with_lse(query, key, value, **options)
+    for laid in ((across(key), across(value)), (across(key), value), (key, across(value))):
+        for a, b in zip(attn_ext.sdpa_with_lse(query, *laid, **options), expected, strict=True):
+            assert torch.equal(a, b)
+
 
 @by_dtype
 @pytest.mark.parametrize(

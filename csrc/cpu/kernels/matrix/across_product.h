@@ -18,9 +18,9 @@ constexpr bool kMultipliesAcross = S::Product::kInRegisters&& kTurnsSquares<type
 template <typename S>
 constexpr int64_t kMostRowsAcross = kWidensAcross<S> ? 4 : 8;
 
-// out (Rows, columns) (+)= left (Rows, depth) . right (depth, columns), a vector of columns at most, and of
-// the depth whole squares. A number is one chain of sums along the depth, as it is where rows lie side by
-// side.
+// out (Rows, columns) (+)= left (Rows, depth) . right (depth, columns), a vector of columns at most. A number
+// is one chain of sums along the depth, as it is where rows lie side by side. Of an odd depth left has pairs
+// up to the next even one, finite.
 template <typename S>
 struct AcrossProduct {
   const typename S::Operand* left;
