@@ -7,7 +7,7 @@
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
-// Elements of two bytes are made floats for less by a copy that is read in order, but in vectors of 512 bits.
+// Whether elements of two bytes become floats on the way: in short vectors for less by a copy, read in order.
 template <typename S>
 constexpr bool kWidensAcross = sizeof(typename S::Element) * S::kDepth < sizeof(typename S::Operand);
 template <typename S>
