@@ -167,12 +167,5 @@ Word __shfl_xor_sync(unsigned, Word word, int other) {
   return std::bit_cast<Word>(result);
 }
 
-inline float __expf(float x) {
-  return std::exp(x);
-}
-inline float __fdividef(float x, float y) {
-  return x / y;
-}
-
 using std::max;
 using std::min;

@@ -20,6 +20,8 @@
 
 #include "../../csrc/cuda/device/merge.cu"
 
+#include "../../csrc/cuda/device/draws.cu"
+
 #include "../../csrc/cuda/device/weights.cu"
 
 #include "../../csrc/cuda/device/grad_query.cu"

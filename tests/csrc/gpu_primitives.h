@@ -8,6 +8,14 @@ inline u64 wide_product(u32 a, u32 b) {
   return static_cast<u64>(a) * b;
 }
 
+inline float power_of_two(float x) {
+  return std::exp2(x);
+}
+
+inline float reciprocal(float x) {
+  return 1.0F / x;
+}
+
 inline u32 address_of(const void* shared) {
   return static_cast<u32>(static_cast<const u8*>(shared) - gpu::running->shared.data());
 }

@@ -1,6 +1,7 @@
 // The kernels of csrc/cuda/device against plain sums, on a GPU made of threads.
 
 #include "gpu.h"
+#include "../../csrc/cuda/device/windows.h"
 
 #include <cstdio>
 #include <cstdlib>
@@ -48,6 +49,10 @@ namespace hopper_keys {
 
 namespace {
 
+using attn_ext::cuda::Window;
+
+constexpr int64_t kNoLimit = int64_t{1} << 40;
+
 struct Case {
   std::string name;
   int batches, heads, group, query_len, key_len;
@@ -55,6 +60,7 @@ struct Case {
   float softcap = 0.0F;
   int bias_kind = 0;
   double dropout_p = 0.0;
+  int64_t most_bytes_of_draws = kNoLimit;
   int first_head = 0, heads_of_launch = 0, row_begin = 0, rows = 0;  // 0: all
 };
 
@@ -73,9 +79,12 @@ const std::vector<Case> kCases{
     {"dropout", 2, 3, 1, 50, 200, -1000000, 1000000, 0.0F, 0, 0.3},
     {"dropout of whole tiles", 1, 1, 1, 128, 128, -1000000, 1000000, 0.0F, 0, 0.3},
     {"all dropped", 1, 1, 1, 20, 30, -1000000, 1000000, 0.0F, 0, 1.0},
+    {"dropout, some heads after the other", 1, 4, 2, 60, 150, -1000000, 0, 0.0F, 0, 0.3, 8000},
+    {"dropout, some rows and keys after the other", 1, 2, 2, 150, 150, -1000000, 0, 0.0F, 0, 0.3, 6144},
     {"far band", 1, 1, 1, 20, 30, -2147483647 - 1, 2147483647},
     {"wide softcap", 1, 1, 1, 40, 60, -1000000, 1000000, 1e6F},
-    {"a part", 2, 4, 2, 300, 130, -1000000, 1000000, 0.0F, 0, 0.0, 2, 4, 128, 128},
+    {"a part", 2, 4, 2, 300, 130, -1000000, 1000000, 0.0F, 0, 0.0, kNoLimit, 2, 4, 128, 128},
+    {"a part with dropout", 1, 2, 1, 140, 70, -1000000, 1000000, 0.0F, 0, 0.3, kNoLimit, 1, 1, 128, 12},
 };
 
 /// As csrc/aten/dropout.cpp has it.
@@ -325,22 +334,75 @@ struct Data {
 };
 
 template <class Params>
-void test_attend(const Data& data, void (*attend)(Params), void (*merge)(Params), int parts) {
+void put_window(Params& p, const Window& window) {
+  p.first_head = static_cast<int>(window.first_head);
+  p.launch_heads = static_cast<int>(window.heads);
+  p.row_begin = static_cast<int>(window.row_begin);
+  p.rows = static_cast<int>(window.rows);
+  p.key_begin = static_cast<int>(window.key_begin);
+  p.keys = static_cast<int>(window.keys);
+}
+
+Window all_of(const Data& data) {
+  return {0, data.heads, 0, data.one.query_len, 0, data.one.key_len};
+}
+
+int parts(int64_t all, int of) {
+  return static_cast<int>((all + of - 1) / of);
+}
+
+template <class Params>
+using Kernel = void (*)(Params);
+
+template <class Params>
+struct Kernels {
+  const Compiled& compiled;
+  Kernel<Params> attend, merge, draws, weights, grad_query;
+};
+
+/// The bits of a window; none without dropout. As large as they have to be, so that a sanitizer sees more.
+template <class Params>
+std::vector<uint32_t> bits_of_draws(const Data& data, const Kernels<Params>& kernels, const Window& window) {
+  if (data.one.dropout_p == 0.0) {
+    return {};
+  }
+  std::vector<uint32_t> bits(static_cast<size_t>(bytes_of_draws(window)) / sizeof(uint32_t), 0x55555555U);
+  auto p = data.params<Params>();
+  put_window(p, window);
+  p.draws = bits.data();
+  gpu::launch({parts(window.keys, 512), parts(window.rows, 128), static_cast<int>(window.heads)},
+              kernels.compiled.threads(), 0, [&] { kernels.draws(p); });
+  return bits;
+}
+
+template <class Params>
+void test_attend(const Data& data, const Kernels<Params>& kernels, int parts_of_keys) {
   const Case& one = data.one;
   std::vector<uint16_t> output(data.output.size(), data.format.narrow(7.0F));
-  std::vector<float> lse(data.lines, 7.0F), part_output(output.size() * parts), part_lse(data.lines * parts);
+  std::vector<float> lse(data.lines, 7.0F), part_output(output.size() * parts_of_keys),
+      part_lse(data.lines * parts_of_keys);
   auto p = data.params<Params>();
   p.output = output.data();
   p.made_lse = lse.data();
-  p.parts = parts;
+  p.parts = parts_of_keys;
   p.part_output = part_output.data();
   p.part_lse = part_lse.data();
   const Compiled& compiled = data.compiled;
-  gpu::launch({compiled.blocks(one.query_len) * data.heads, parts, 1}, compiled.threads(),
-              compiled.tile_bytes(compiled.held, data.head_dim) + compiled.buffers * compiled.passing_bytes(),
-              [&] { attend(p); });
-  if (parts > 1) {
-    gpu::launch({static_cast<int>(data.lines + 7) / 8, 1, 1}, compiled.threads(), 0, [&] { merge(p); });
+  for (const Window& heads : split_heads(all_of(data), one.group, one.most_bytes_of_draws)) {
+    for (const Window& rows : split_rows(heads, one.most_bytes_of_draws)) {
+      auto bits = bits_of_draws(data, kernels, rows);
+      p.draws = bits.empty() ? nullptr : bits.data();
+      put_window(p, rows);
+      gpu::launch(
+          {parts(rows.rows, compiled.held) * static_cast<int>(rows.heads), parts_of_keys, 1},
+          compiled.threads(),
+          compiled.tile_bytes(compiled.held, data.head_dim) + compiled.buffers * compiled.passing_bytes(),
+          [&] { kernels.attend(p); });
+    }
+  }
+  if (parts_of_keys > 1) {
+    gpu::launch({static_cast<int>(data.lines + 7) / 8, 1, 1}, compiled.threads(), 0,
+                [&] { kernels.merge(p); });
   }
   for (size_t line = 0; line < data.lines; ++line) {
     expect_near(one, "lse", lse[line], data.lse[line], 1e-4);
@@ -349,20 +411,21 @@ void test_attend(const Data& data, void (*attend)(Params), void (*merge)(Params)
 }
 
 template <class Params>
-void test_weights(const Data& data, void (*weights)(Params)) {
+void test_weights(const Data& data, const Kernels<Params>& kernels) {
   const Case& one = data.one;
   const int heads = one.heads_of_launch == 0 ? data.heads : one.heads_of_launch;
   const int rows = one.rows == 0 ? one.query_len : one.rows;
+  const Window window{one.first_head, heads, one.row_begin, rows, 0, one.key_len};
   std::vector<uint16_t> made(static_cast<size_t>(heads) * rows * one.key_len, data.format.narrow(7.0F));
+  auto bits = bits_of_draws(data, kernels, window);
   auto p = data.params<Params>();
   p.weights = made.data();
-  p.first_head = one.first_head;
-  p.row_begin = one.row_begin;
-  p.rows = rows;
+  p.draws = bits.empty() ? nullptr : bits.data();
+  put_window(p, window);
   const Compiled& compiled = data.compiled;
-  gpu::launch({(one.key_len + 511) / 512, compiled.blocks(rows), heads}, compiled.threads(),
+  gpu::launch({parts(one.key_len, 512), compiled.blocks(rows), heads}, compiled.threads(),
               compiled.tile_bytes(compiled.held, data.head_dim) + 2 * compiled.tile_bytes(64, data.head_dim),
-              [&] { weights(p); });
+              [&] { kernels.weights(p); });
   std::vector<double> right;
   for (int head = 0; head < heads; ++head) {
     const auto begin =
@@ -374,26 +437,42 @@ void test_weights(const Data& data, void (*weights)(Params)) {
 }
 
 template <class Params, class KeyParams>
-void test_grads(const Data& data, void (*grad_query)(Params), const Compiled& of_keys,
-                void (*grad_keys)(KeyParams)) {
+void test_grads(const Data& data, const Kernels<Params>& kernels, const Compiled& of_keys,
+                Kernel<KeyParams> grad_keys) {
   const Case& one = data.one;
   const uint16_t nothing = data.format.narrow(7.0F);
   std::vector<uint16_t> query(data.query.size(), nothing), key(data.key.size(), nothing),
       value(data.value.size(), nothing);
-  std::vector<float> delta(data.lines);
+  std::vector<float> delta(data.lines), subtrahend(data.lines);
   auto p = data.params<Params>();
   p.delta = delta.data();
+  p.subtrahend = subtrahend.data();
   p.grad_query = query.data();
   auto k = data.params<KeyParams>();
   k.delta = delta.data();
+  k.subtrahend = subtrahend.data();
   k.grad_key = key.data();
   k.grad_value = value.data();
   const Compiled& compiled = data.compiled;
   const auto bytes = [](const Compiled& of) { return of.held_bytes() + 2 * of.passing_bytes(); };
-  gpu::launch({compiled.blocks(one.query_len) * data.heads, 1, 1}, compiled.threads(), bytes(compiled),
-              [&] { grad_query(p); });
-  gpu::launch({of_keys.blocks(one.key_len) * data.heads / one.group, 1, 1}, of_keys.threads(),
-              bytes(of_keys) + 2 * 2 * 64 * sizeof(float), [&] { grad_keys(k); });
+  for (const Window& heads : split_heads(all_of(data), one.group, one.most_bytes_of_draws)) {
+    for (const Window& rows : split_rows(heads, one.most_bytes_of_draws)) {
+      auto bits = bits_of_draws(data, kernels, rows);
+      p.draws = bits.empty() ? nullptr : bits.data();
+      put_window(p, rows);
+      gpu::launch({compiled.blocks(static_cast<int>(rows.rows)) * static_cast<int>(rows.heads), 1, 1},
+                  compiled.threads(), bytes(compiled), [&] { kernels.grad_query(p); });
+    }
+    for (const Window& keys : split_keys(heads, one.most_bytes_of_draws)) {
+      auto bits = bits_of_draws(data, kernels, keys);
+      k.draws = bits.empty() ? nullptr : bits.data();
+      put_window(k, keys);
+      const size_t draws = bits.empty() ? 0 : 2 * of_keys.threads() * sizeof(uint32_t);
+      gpu::launch(
+          {of_keys.blocks(static_cast<int>(keys.keys)) * static_cast<int>(keys.heads) / one.group, 1, 1},
+          of_keys.threads(), bytes(of_keys) + 2 * 2 * 64 * sizeof(float) + draws, [&] { grad_keys(k); });
+    }
+  }
   data.expect_sums("a gradient of the query", query, data.grad_query);
   data.expect_sums("a gradient of a key", key, data.grad_key);
   data.expect_sums("a gradient of a value", value, data.grad_value);
@@ -403,11 +482,11 @@ void test_grads(const Data& data, void (*grad_query)(Params), const Compiled& of
 void expect_nan() {
   constexpr int kHeadDim = kOfHalf.head_dim, kValueDim = kOfHalf.value_dim;
   const uint16_t kOne = gpu::to_half(1.0F);
-  std::vector<uint16_t> query(2 * kHeadDim, kOne), made(4), output(2 * kValueDim), grad_key(2 * kHeadDim),
-      grad_value(2 * kValueDim);
+  std::vector<uint16_t> query(2 * kHeadDim, kOne), made(4), output(2 * kValueDim), grad_query(2 * kHeadDim),
+      grad_key(2 * kHeadDim), grad_value(2 * kValueDim);
   const std::vector<uint16_t> key(2 * kHeadDim, kOne), value(2 * kValueDim, kOne);
   std::fill(query.begin(), query.begin() + kHeadDim, gpu::to_half(std::nanf("")));
-  std::vector<float> lse(2), delta(2);
+  std::vector<float> lse(2), subtrahend(2), delta(2);
   half::TileParams p{};
   p.query = query.data();
   p.key = key.data();
@@ -415,13 +494,15 @@ void expect_nan() {
   p.query_strides[2] = p.key_strides[2] = kHeadDim;
   p.value_strides[2] = p.grad_output_strides[2] = p.saved_output_strides[2] = kValueDim;
   p.lse = p.made_lse = lse.data();
+  p.subtrahend = subtrahend.data();
   p.delta = delta.data();
   p.weights = made.data();
   p.output = output.data();
+  p.grad_query = grad_query.data();
   p.grad_key = grad_key.data();
   p.grad_value = grad_value.data();
-  p.batches = p.heads = p.heads_together = p.group = p.parts = 1;
-  p.query_len = p.key_len = p.rows = 2;
+  p.batches = p.heads = p.heads_together = p.group = p.parts = p.launch_heads = 1;
+  p.query_len = p.key_len = p.rows = p.keys = 2;
   p.low = -2;
   p.scale = 1.0F;
   const size_t bytes = 2 * kOfHalf.held_bytes() + 2 * kOfHalf.passing_bytes();
@@ -429,6 +510,7 @@ void expect_nan() {
     p.high = causal ? 0 : 2;
     gpu::launch({1, 1, 1}, kOfHalf.threads(), bytes, [&] { half::attend(p); });
     gpu::launch({1, 1, 1}, kOfHalf.threads(), bytes, [&] { half::weights(p); });
+    gpu::launch({1, 1, 1}, kOfHalf.threads(), bytes, [&] { half::grad_query(p); });
     gpu::launch({1, 1, 1}, kOfHalf.threads(), bytes, [&] { half::grad_keys(p); });
     const auto number = [](uint16_t bits) { return gpu::from_half(bits); };
     const bool shows = std::isnan(lse[0]) && std::isnan(number(made[0])) && std::isnan(number(output[0])) &&
@@ -444,33 +526,63 @@ void expect_nan() {
 }
 
 template <class Params, class KeyParams>
-void test(const Case& one, const Compiled& compiled, void (*attend)(Params), void (*merge)(Params),
-          void (*weights)(Params), void (*grad_query)(Params), const Compiled& of_keys,
-          void (*grad_keys)(KeyParams)) {
-  const Data data(one, compiled);
-  test_weights(data, weights);
-  if (one.heads_of_launch != 0) {  // weights alone are made in parts of heads and rows
+void test(const Case& one, const Kernels<Params>& kernels, const Compiled& of_keys,
+          Kernel<KeyParams> grad_keys) {
+  const Data data(one, kernels.compiled);
+  test_weights(data, kernels);
+  if (one.heads_of_launch != 0) {  // weights alone are made in parts that a caller names
     return;
   }
-  test_attend(data, attend, merge, 1);
-  test_attend(data, attend, merge, 3);
-  test_grads(data, grad_query, of_keys, grad_keys);
+  test_attend(data, kernels, 1);
+  test_attend(data, kernels, 3);
+  test_grads(data, kernels, of_keys, grad_keys);
+}
+
+/// All heads, rows and keys, once each, and no more bytes than what may be unless a part cannot be smaller.
+void expect_windows() {
+  const Window all{0, 12, 0, 1000, 0, 700};
+  for (const int64_t most : {int64_t{1}, int64_t{100000}, int64_t{400000}, kNoLimit}) {
+    int64_t rows = 0, keys = 0;
+    for (const Window& heads : split_heads(all, 3, most)) {
+      for (const bool of_rows : {true, false}) {
+        for (const Window& one : of_rows ? split_rows(heads, most) : split_keys(heads, most)) {
+          (of_rows ? rows : keys) += one.heads * one.rows * one.keys;
+          const bool is_least = one.heads == 3 && std::min(one.rows, one.keys) <= 128;
+          const bool begins_with_a_block = one.row_begin % 128 == 0 && one.key_begin % 128 == 0;
+          if (!begins_with_a_block || (bytes_of_draws(one) > most && !is_least)) {
+            ++failures;
+            std::printf("windows of %lld bytes\n", static_cast<long long>(bytes_of_draws(one)));
+          }
+        }
+      }
+    }
+    if (rows != 12 * 1000 * 700 || keys != rows) {
+      ++failures;
+      std::printf("windows of %lld and %lld elements\n", static_cast<long long>(rows),
+                  static_cast<long long>(keys));
+    }
+  }
 }
 
 }  // namespace
 
 int main() {
+  expect_windows();
   expect_nan();
   gpu::products_are_late = true;
+  const Kernels<bfloat16::TileParams> of_bfloat16{kOfBfloat16,        &bfloat16::attend,
+                                                  &bfloat16::merge,   &bfloat16::draws,
+                                                  &bfloat16::weights, &bfloat16::grad_query};
+  const Kernels<half::TileParams> of_half{kOfHalf,      &half::attend,  &half::merge,
+                                          &half::draws, &half::weights, &half::grad_query};
+  const Kernels<hopper::TileParams> of_hopper{kOfHopper,      &hopper::attend,  &hopper::merge,
+                                              &hopper::draws, &hopper::weights, &hopper::grad_query};
   for (const Case& one : kCases) {
     // At once, a copy shows if somebody still reads what it writes over; late, if somebody does not wait.
     gpu::copies_are_late = !gpu::copies_are_late;
-    test(one, kOfBfloat16, &bfloat16::attend, &bfloat16::merge, &bfloat16::weights, &bfloat16::grad_query,
-         kOfBfloat16, &bfloat16::grad_keys);
-    test(one, kOfHalf, &half::attend, &half::merge, &half::weights, &half::grad_query, kOfHalf,
-         &half::grad_keys);
-    test(one, kOfHopper, &hopper::attend, &hopper::merge, &hopper::weights, &hopper::grad_query,
-         kOfHopperKeys, &hopper_keys::grad_keys);
+    test(one, of_bfloat16, kOfBfloat16, &bfloat16::grad_keys);
+    test(one, of_half, kOfHalf, &half::grad_keys);
+    test(one, of_hopper, kOfHopperKeys, &hopper_keys::grad_keys);
     std::printf("%s: done, %d failures so far\n", one.name.c_str(), failures);
   }
   return failures == 0 ? EXIT_SUCCESS : EXIT_FAILURE;

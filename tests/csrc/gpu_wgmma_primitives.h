@@ -15,6 +15,15 @@ inline float number_at(u64 tile, int line, int column, bool across) {
   return unpack(number);
 }
 
+inline int same_in_warp(int number) {
+  gpu::Warp& warp = gpu::warp();
+  warp.words[gpu::lane()] = static_cast<u32>(number);
+  warp.barrier.arrive_and_wait();
+  const u32 first = warp.words[0];
+  warp.barrier.arrive_and_wait();
+  return static_cast<int>(first);
+}
+
 template <int columns>
 void begin_products(Numbers<columns>&) {}
 template <int columns>

@@ -7,20 +7,22 @@
 //
 // Where there are fewer blocks of rows than processors, blocks have parts of the keys, and merge.cu the rest.
 
-struct RowSums {  // of rows g and g + 8, of this thread's columns
+struct RowSums {  // of rows g and g + 8, of this thread's columns; `largest` in powers of 2
   float largest[2] = {-kInfinity, -kInfinity}, sum[2] = {0.0f, 0.0f};
 };
 
-/// Scores become exp(S - largest), and what was added before is scaled.
-DEVICE void take_scores(Numbers<kPassing>& scores, RowSums& rows, Numbers<VALUE_DIM>& output) {
-  float largest[2] = {rows.largest[0], rows.largest[1]}, factor[2];
+/// Scores become exp(S - largest), and what was added before is scaled. exp S = 2^(unit score).
+DEVICE void take_scores(Numbers<kPassing>& scores, float unit, RowSums& rows, Numbers<VALUE_DIM>& output) {
+  float largest[2] = {-kInfinity, -kInfinity}, factor[2];
   each_element<kPassing>(
       [&](int block, int i) { largest[i / 2] = fmaxf(largest[i / 2], scores.at[block][i]); });
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     largest[half] = fmaxf(largest[half], __shfl_xor_sync(0xffffffffu, largest[half], 1));
     largest[half] = fmaxf(largest[half], __shfl_xor_sync(0xffffffffu, largest[half], 2));
-    factor[half] = largest[half] == rows.largest[half] ? 1.0f : __expf(rows.largest[half] - largest[half]);
+    largest[half] = fmaxf(largest[half] * unit, rows.largest[half]);
+    factor[half] =
+        largest[half] == rows.largest[half] ? 1.0f : power_of_two(rows.largest[half] - largest[half]);
     rows.largest[half] = largest[half];
     rows.sum[half] *= factor[half];
     if (largest[half] == -kInfinity) {
@@ -28,7 +30,7 @@ DEVICE void take_scores(Numbers<kPassing>& scores, RowSums& rows, Numbers<VALUE_
     }
   }
   each_element<kPassing>([&](int block, int i) {
-    scores.at[block][i] = __expf(scores.at[block][i] - largest[i / 2]);
+    scores.at[block][i] = power_of_two(scores.at[block][i] * unit - largest[i / 2]);
     rows.sum[i / 2] += scores.at[block][i];
   });
   if (factor[0] != 1.0f || factor[1] != 1.0f) {
@@ -50,7 +52,7 @@ DEVICE void store_rows(const TileParams& p, const Place& place, int row, RowSums
     }
     const i64 line = line_of(p, place, at);
     if (threadIdx.x % 4 == 0) {
-      made_lse[line] = lse_of(rows.largest[half], sum);
+      made_lse[line] = lse_of(rows.largest[half] * kLn2, sum);
     }
     const float factor = sum == 0.0f ? 0.0f : kept / sum;
 #pragma unroll
@@ -90,7 +92,7 @@ KERNEL(2) attend(const TileParams p) {
     passing.load(range.begin, 0);
   }
   const Scorer scorer(p);
-  const u64 seed = has_dropout(p) ? (u64)*p.seed : 0;
+  const u32* const bits = has_dropout(p) ? bits_of_rows(p, held.head, row) : nullptr;
   RowSums rows;
   Numbers<VALUE_DIM> output;
   clear(output);
@@ -104,18 +106,21 @@ KERNEL(2) attend(const TileParams p) {
     if (BUFFERS == 2 && key + kPassing < range.end) {
       passing.load(key + kPassing, turn ^ 1);
     }
+    const u32 kept = has_dropout(p) ? bits[key / kPassing * kTileWords] : 0;
     Numbers<kPassing> scores;
     start_product<HEAD_DIM>(scores, queries, passing.keys_of(turn));
     finish<0>(scores);
+    float unit;
     by_kind(p, is_whole(p, row, kHeld, key, kPassing), [&](auto kind) {
+      unit = scorer.unit(kind);
       each_element<kPassing>([&](int block, int i) {
         float slope, &score = scores.at[block][i];
         score = scorer.score(kind, place, score, row + line_at(i), key + column_at(block, i), slope);
       });
     });
-    take_scores(scores, rows, output);
+    take_scores(scores, unit, rows, output);
     if (has_dropout(p)) {
-      drop(p, place, row, key, seed, scores);
+      drop(scores, kept);
     }
     start_adding_product(output, rounded(scores), passing.values_of(turn));
     finish<0>(output);

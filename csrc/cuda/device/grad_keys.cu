@@ -4,41 +4,28 @@
 //
 //   dK = scale sum_h dS^T Q       dV = sum_h (P dropout)^T dO       over the heads of a group
 
-/// Which of the 128 keys is a line: a warp has four keys, and those 16, 32 and 48 further, whose draws come
-/// together.
-DEVICE int key_of_line(int line) {
-  return line / 64 * 64 + line / 4 % 4 * 16 + line / 16 % 4 * 4 + line % 4;
-}
-
-DEVICE int key_at(int i) {
-  return key_of_line(line_at(i));
-}
-
-/// Of keys that are held, beside 64 rows: 0 for each element of both that dropout leaves out. Lanes 16 apart
-/// have keys of the same draws: each draws for half of the rows, and hands on what is the other's.
-DEVICE void drop(const TileParams& p, const Place& place, int row, int key, u64 seed,
-                 Numbers<kPassing>& weights, Numbers<kPassing>& grads) {
-  const int lane = threadIdx.x % 32, first = key + key_of_line(threadIdx.x / 32 * 16 + lane / 4 % 4);
-  const bool is_later = lane >= 16;  // has keys 16 and 48 further, and draws for the later rows
+/// Of keys that are held, beside 64 rows: 0 for each element of both that dropout leaves out. `bits`, of the
+/// tile of these keys, are those of threads that have rows (draws.cu): row r of 16 and key k of 8 are in lane
+/// 4 (r % 8) + k / 2, at 2 (r / 8) + k % 2 of the block of k.
+DEVICE void drop(Numbers<kPassing>& weights, Numbers<kPassing>& grads, const u32* bits) {
+  const int lane = threadIdx.x % 32, key = lane / 4;
+  const int shift = threadIdx.x / 32 % 4 * 8 + key % 2;  // of blocks 2 w and 2 w + 1 in warp w
 #pragma unroll
-  for (int part = 0; part < 8; ++part) {
-    u32 words[4];
-    draw(words, first / 64 * 16 + first % 16, row + (is_later ? 32 : 0) + column_at(part / 2, part % 2),
-         place.h, place.n, seed);
+  for (int sixteen = 0; sixteen < 4; ++sixteen) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const u32 near = words[2 * half], far = words[2 * half + 1];
-      const u32 mine = is_later ? far : near;
-      const u32 other = __shfl_xor_sync(0xffffffffu, is_later ? near : far, 16);
-      const int i = half * 2 + part % 2;
-      const bool keeps_early = (is_later ? other : mine) >= p.threshold;
-      const bool keeps_late = (is_later ? mine : other) >= p.threshold;
-      float &early = weights.at[part / 2][i], &late = weights.at[4 + part / 2][i];
-      float &early_grad = grads.at[part / 2][i], &late_grad = grads.at[4 + part / 2][i];
-      early = keeps_early ? early : 0.0f;
-      early_grad = keeps_early ? early_grad : 0.0f;
-      late = keeps_late ? late : 0.0f;
-      late_grad = keeps_late ? late_grad : 0.0f;
+    for (int odd = 0; odd < 2; ++odd) {
+      const u32 kept = bits[sixteen * 32 + (lane % 4 * 2 + odd) * 4 + key / 2] >> shift;
+#pragma unroll
+      for (int later = 0; later < 2; ++later) {  // rows
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {  // keys
+          const bool keeps = kept >> (half * 4 + later * 2) & 1;
+          float &weight = weights.at[sixteen * 2 + later][half * 2 + odd],
+                &grad = grads.at[sixteen * 2 + later][half * 2 + odd];
+          weight = keeps ? weight : 0.0f;
+          grad = keeps ? grad : 0.0f;
+        }
+      }
     }
   }
 }
@@ -49,15 +36,17 @@ KERNEL(HELD == 64 ? 2 : 1) grad_keys(const TileParams p) {
   u16* const values = keys + tile_size(kHeld, HEAD_DIM);
   u16* const queries = values + tile_size(kHeld, VALUE_DIM);
   u16* const grads = queries + 2 * kQueries;
-  float* const stats = (float*)(grads + 2 * kGrads);  // lse and delta of the rows, twice
+  float* const stats = (float*)(grads + 2 * kGrads);  // subtrahend and delta of the rows, twice
+  float* const bits = stats + 4 * kPassing;           // of draws, twice
   const int key_heads = p.heads / p.group;
-  const int blocks = (p.key_len + kHeld - 1) / kHeld;
-  const Turn mine = turn_of(p, p.batches * key_heads, blocks);
-  const int n = mine.head / key_heads, kv = mine.head % key_heads, key = mine.block * kHeld;
-  load_lines<kHeld, HEAD_DIM>(keys, of_head(p.key, p.key_strides, n, kv), p.key_strides[2], key, p.key_len,
-                              key_of_line);
-  load_lines<kHeld, VALUE_DIM>(values, of_head(p.value, p.value_strides, n, kv), p.value_strides[2], key,
-                               p.key_len, key_of_line);
+  const int blocks = (p.keys + kHeld - 1) / kHeld;
+  const Turn mine = turn_of(p, p.launch_heads / p.group, blocks);
+  const int head_of_keys = p.first_head / p.group + mine.head;
+  const int n = head_of_keys / key_heads, kv = head_of_keys % key_heads,
+            key = p.key_begin + mine.block * kHeld;
+  load_tile<kHeld, HEAD_DIM>(keys, of_head(p.key, p.key_strides, n, kv), p.key_strides[2], key, p.key_len);
+  load_tile<kHeld, VALUE_DIM>(values, of_head(p.value, p.value_strides, n, kv), p.value_strides[2], key,
+                              p.key_len);
   const Range range = rows_seeing(p, key);
   const auto load = [&](int h, int row, int turn) {
     load_tile<kPassing, HEAD_DIM>(queries + turn * kQueries, of_head(p.query, p.query_strides, n, h),
@@ -66,9 +55,18 @@ KERNEL(HELD == 64 ? 2 : 1) grad_keys(const TileParams p) {
                                    p.grad_output_strides[2], row, p.query_len);
     if (threadIdx.x < 2 * kPassing) {
       const int column = threadIdx.x % kPassing, there = row + column < p.query_len;
-      const float* from = threadIdx.x < kPassing ? p.lse : p.delta;
+      const float* from = threadIdx.x < kPassing ? p.subtrahend : p.delta;
       copy_4_bytes(stats + turn * 2 * kPassing + threadIdx.x,
                    from + line_of(p, {n, h, kv}, there ? row + column : 0), there);
+    }
+    if (has_dropout(p)) {
+      const int key_tile = (key - p.key_begin) / 64 + threadIdx.x / kTileWords;
+      const i64 head = (mine.head - kv) * p.group + h,
+                row_tile = head * row_tiles_of(p) + row / 64;  // of the launch
+      copy_4_bytes(bits + turn * kThreads + threadIdx.x,
+                   (const float*)p.draws + (row_tile * key_tiles_of(p) + key_tile) * kTileWords +
+                       threadIdx.x % kTileWords,
+                   key_tile < key_tiles_of(p));
     }
   };
   const int end = range.begin < range.end ? p.group : 0;
@@ -76,7 +74,6 @@ KERNEL(HELD == 64 ? 2 : 1) grad_keys(const TileParams p) {
     load(kv * p.group, range.begin, 0);
   }
   const Scorer scorer(p);
-  const u64 seed = has_dropout(p) ? (u64)*p.seed : 0;
   const float factor = has_dropout(p) ? p.kept : 1.0f;
   Numbers<HEAD_DIM> key_sum;
   Numbers<VALUE_DIM> value_sum;
@@ -92,8 +89,8 @@ KERNEL(HELD == 64 ? 2 : 1) grad_keys(const TileParams p) {
       } else if (head + 1 < end) {
         load(place.h + 1, range.begin, turn ^ 1);
       }
-      const float* const lse = stats + turn * 2 * kPassing;
-      const float* const delta = lse + kPassing;
+      const float* const subtrahend = stats + turn * 2 * kPassing;
+      const float* const delta = subtrahend + kPassing;
       Numbers<kPassing> scores, grad_weights;
       start_product<HEAD_DIM>(scores, keys, queries + turn * kQueries);
       start_product<VALUE_DIM>(grad_weights, values, grads + turn * kGrads);
@@ -104,8 +101,8 @@ KERNEL(HELD == 64 ? 2 : 1) grad_keys(const TileParams p) {
         each_element<kPassing>([&](int block, int i) {
           const int column = column_at(block, i);
           float slope, &score = scores.at[block][i];
-          const float made = scorer.score(kind, place, score, row + column, key + key_at(i), slope);
-          const float weight = __expf(made - subtrahend(lse[column]));
+          const float made = scorer.score(kind, place, score, row + column, key + line_at(i), slope);
+          const float weight = scorer.weight(kind, made, subtrahend[column]);
           weights.at[block][i] = weight * factor;
           score = weight * slope;
           if (!kind.is_whole) {
@@ -116,7 +113,8 @@ KERNEL(HELD == 64 ? 2 : 1) grad_keys(const TileParams p) {
       clear_hidden(weights, hidden);
       if (has_dropout(p)) {
         finish<0>(grad_weights);
-        drop(p, place, row, key, seed, weights, grad_weights);
+        drop(weights, grad_weights,
+             (const u32*)bits + turn * kThreads + threadIdx.x / kTileWords * kTileWords);
       }
       start_adding_product(value_sum, rounded(weights), grads + turn * kGrads);
       finish<1>(grad_weights);
@@ -129,7 +127,6 @@ KERNEL(HELD == 64 ? 2 : 1) grad_keys(const TileParams p) {
   }
   wait_for_copies();
   const i64 first = ((i64)n * key_heads + kv) * p.key_len;
-  const auto key_line = [](int i) { return key_at(i); };
-  store_lines(p.grad_key + first * HEAD_DIM, key_sum, p.scale, key, p.key_len, key_line);
-  store_lines(p.grad_value + first * VALUE_DIM, value_sum, 1.0f, key, p.key_len, key_line);
+  store_lines(p.grad_key + first * HEAD_DIM, key_sum, p.scale, key, p.key_len);
+  store_lines(p.grad_value + first * VALUE_DIM, value_sum, 1.0f, key, p.key_len);
 }

@@ -43,19 +43,20 @@ KERNEL(1) grad_query(const TileParams p) {
   if (range.begin < range.end) {
     passing.load(range.begin, 0);
   }
-  float from[2], delta[2];
+  float subtrahend[2], delta[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int at = min(row + line_at(half * 2), p.query_len - 1);
     const i64 line = line_of(p, place, at);
-    from[half] = subtrahend(p.lse[line]);
+    subtrahend[half] = subtrahend_of(p.lse[line]);
     delta[half] = delta_of(p, place, at);
     if (threadIdx.x % 4 == 0) {
       p.delta[line] = delta[half];
+      p.subtrahend[line] = subtrahend[half];
     }
   }
   const Scorer scorer(p);
-  const u64 seed = has_dropout(p) ? (u64)*p.seed : 0;
+  const u32* const bits = has_dropout(p) ? bits_of_rows(p, held.head, row) : nullptr;
   const float factor = has_dropout(p) ? p.kept : 1.0f;
   Numbers<HEAD_DIM> sum;
   clear(sum);
@@ -65,6 +66,7 @@ KERNEL(1) grad_query(const TileParams p) {
     if (key + kPassing < range.end) {
       passing.load(key + kPassing, turn ^ 1);
     }
+    const u32 kept = has_dropout(p) ? bits[key / kPassing * kTileWords] : 0;
     Numbers<kPassing> scores, grad_weights;
     start_product<HEAD_DIM>(scores, queries, passing.keys_of(turn));
     start_product<VALUE_DIM>(grad_weights, grads, passing.values_of(turn));
@@ -75,7 +77,7 @@ KERNEL(1) grad_query(const TileParams p) {
         float slope, &score = scores.at[block][i];
         const float made =
             scorer.score(kind, place, score, row + line_at(i), key + column_at(block, i), slope);
-        score = __expf(made - from[i / 2]) * slope;
+        score = scorer.weight(kind, made, subtrahend[i / 2]) * slope;
         if (!kind.is_whole) {
           hidden |= (u32)(made == -kInfinity) << (block * 4 + i);
         }
@@ -83,13 +85,12 @@ KERNEL(1) grad_query(const TileParams p) {
     });
     finish<0>(grad_weights);
     if (has_dropout(p)) {
-      drop(p, place, row, key, seed, grad_weights);
+      drop(grad_weights, kept);
     }
     make_grad_scores(scores, grad_weights, factor, hidden, [&](int, int i) { return delta[i / 2]; });
     start_adding_product(sum, rounded(scores), passing.keys_of(turn));
     finish<0>(sum);
   }
   wait_for_copies();
-  store_lines(p.grad_query + line_of(p, place, 0) * HEAD_DIM, sum, p.scale, row, p.query_len,
-              [](int i) { return line_at(i); });
+  store_lines(p.grad_query + line_of(p, place, 0) * HEAD_DIM, sum, p.scale, row, p.query_len);
 }

@@ -158,6 +158,8 @@ Source source_of(TileKernel kernel) {
       return {"attend", sources::kAttend};
     case TileKernel::kMerge:
       return {"merge", sources::kMerge};
+    case TileKernel::kDraws:
+      return {"draws", sources::kDraws};
     case TileKernel::kWeights:
       return {"weights", sources::kWeights};
     case TileKernel::kGradQuery:
@@ -224,13 +226,17 @@ size_t bytes_of(TileKernel kernel, const TileDims& dims, const Variant& variant)
     case TileKernel::kAttend:
       return held + static_cast<size_t>(variant.buffers) * (passing + passing_values);
     case TileKernel::kMerge:
+    case TileKernel::kDraws:
       return 0;
     case TileKernel::kWeights:
       return held + 2 * passing;
     case TileKernel::kGradQuery:
       return held + held_values + 2 * (passing + passing_values);
-    case TileKernel::kGradKeys:  // with lse and delta of the rows
-      return held + held_values + 2 * (passing + passing_values + 2 * kPassing * sizeof(float));
+    case TileKernel::kGradKeys: {  // with what is there of each row, and the bits of draws
+      const size_t rows = 2 * kPassing * sizeof(float),
+                   draws = dims.has_dropout ? static_cast<size_t>(variant.held) * kPassing / 8 : 0;
+      return held + held_values + 2 * (passing + passing_values + rows + draws);
+    }
   }
   TORCH_INTERNAL_ASSERT(false);
 }

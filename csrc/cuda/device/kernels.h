@@ -12,11 +12,11 @@ namespace attn_ext::cuda {
 
 #include "tile_params.h"
 
-inline constexpr int64_t kTileDims = 128;            // at most, of query and value
-inline constexpr int64_t kTileDimsStep = 16;         // of which they are multiples
-inline constexpr int64_t kKeysOfWeightsBlock = 512;  // as in weights.cu
+inline constexpr int64_t kTileDims = 128;     // at most, of query and value
+inline constexpr int64_t kTileDimsStep = 16;  // of which they are multiples
+inline constexpr int64_t kKeysOfBlock = 512;  // of draws.cu and weights.cu, as in tile.cu
 
-enum class TileKernel : int { kAttend, kMerge, kWeights, kGradQuery, kGradKeys };
+enum class TileKernel : int { kAttend, kMerge, kDraws, kWeights, kGradQuery, kGradKeys };
 
 /// What a kernel is compiled for.
 struct TileDims {

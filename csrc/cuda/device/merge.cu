@@ -16,13 +16,13 @@ KERNEL(4) merge(const TileParams p) {
   }
   const float from = largest == -kInfinity ? 0.0f : largest;
   for (int part = 0; part < p.parts; ++part) {
-    sum += __expf(p.part_lse[part * lines + line] - from);
+    sum += power_of_two((p.part_lse[part * lines + line] - from) * kLog2E);
   }
   const float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
   for (int column = threadIdx.x % 32 * 2; column < VALUE_DIM; column += 64) {
     float first = 0.0f, second = 0.0f;
     for (int part = 0; part < p.parts; ++part) {
-      const float weight = __expf(p.part_lse[part * lines + line] - from) * factor;
+      const float weight = power_of_two((p.part_lse[part * lines + line] - from) * kLog2E) * factor;
       const float* const output = p.part_output + (part * lines + line) * VALUE_DIM + column;
       first += weight * output[0];
       second += weight * output[1];

@@ -7,8 +7,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "kernels.h"
+#include "windows.h"
 
 namespace attn_ext::cuda {
 
@@ -83,19 +85,71 @@ int64_t key_heads_together(const TileCall& call, int64_t lines) {
   return std::clamp(kCacheBytes / bytes, int64_t{1}, call.key.size(0) * call.key.size(1));
 }
 
-void launch_over_rows(TileKernel kernel, TileParams params, const TileCall& call, int64_t parts = 1) {
-  params.heads_together = params.group * static_cast<int>(key_heads_together(call, call.key.size(2)));
-  const int64_t heads = call.query.size(0) * call.query.size(1);
-  launch_tile_kernel(kernel, params, dims_of(call),
-                     {heads * blocks_of(call.query.size(2), kernel, call), parts}, call.query.device());
+Window all_of(const TileCall& call) {
+  return {0, call.query.size(0) * call.query.size(1), 0, call.query.size(2), 0, call.key.size(2)};
 }
 
-void launch_over_keys(TileKernel kernel, TileParams params, const TileCall& call) {
+void put_window(TileParams& params, const Window& window) {
+  params.first_head = static_cast<int>(window.first_head);
+  params.launch_heads = static_cast<int>(window.heads);
+  params.row_begin = static_cast<int>(window.row_begin);
+  params.rows = static_cast<int>(window.rows);
+  params.key_begin = static_cast<int>(window.key_begin);
+  params.keys = static_cast<int>(window.keys);
+}
+
+void launch_over_rows(TileKernel kernel, TileParams params, const TileCall& call, const Window& window,
+                      int64_t parts = 1) {
+  put_window(params, window);
+  params.heads_together = params.group * static_cast<int>(key_heads_together(call, call.key.size(2)));
+  launch_tile_kernel(kernel, params, dims_of(call),
+                     {window.heads * blocks_of(window.rows, kernel, call), parts}, call.query.device());
+}
+
+void launch_over_keys(TileKernel kernel, TileParams params, const TileCall& call, const Window& window) {
+  put_window(params, window);
   params.heads_together = static_cast<int>(key_heads_together(call, params.group * call.query.size(2)));
-  const int64_t heads = call.key.size(0) * call.key.size(1);
-  launch_tile_kernel(kernel, params, dims_of(call), {heads * blocks_of(call.key.size(2), kernel, call)},
+  launch_tile_kernel(kernel, params, dims_of(call),
+                     {window.heads / params.group * blocks_of(window.keys, kernel, call)},
                      call.query.device());
 }
+
+/// The draws of dropout, where there is any, of one window after the other.
+class Draws {
+ public:
+  explicit Draws(const TileCall& call) : call_(call), is_drawn_(call.seed.defined()) {}
+
+  /// A launch's most; without dropout no limit.
+  int64_t most_bytes() const {
+    constexpr int64_t kMostBytes = int64_t{1} << 26;
+    return is_drawn_ ? kMostBytes : std::numeric_limits<int64_t>::max();
+  }
+
+  /// Until the next window's are made.
+  void make(TileParams& params, const Window& window) {
+    if (!is_drawn_) {
+      return;
+    }
+    const int64_t words = bytes_of_draws(window) / static_cast<int64_t>(sizeof(u32));
+    if (!bits_.defined() || bits_.numel() < words) {
+      bits_ = at::empty({words}, call_.query.options().dtype(at::kInt));
+    }
+    params.draws = reinterpret_cast<u32*>(bits_.mutable_data_ptr<int32_t>());
+    TileParams of_window = params;
+    put_window(of_window, window);
+    // One kernel for all head dims.
+    const TileDims dims{kTileDimsStep, kTileDimsStep, call_.query.scalar_type(), true};
+    const int64_t lines = lines_held(TileKernel::kDraws, dims, call_.query.device());
+    launch_tile_kernel(TileKernel::kDraws, of_window, dims,
+                       {blocks_of(window.keys, kKeysOfBlock), blocks_of(window.rows, lines), window.heads},
+                       call_.query.device());
+  }
+
+ private:
+  const TileCall& call_;
+  bool is_drawn_;
+  at::Tensor bits_;
+};
 
 /// Of the keys: where rows are few, as many parts as keep the processors busy, of some steps each.
 int64_t parts_of(const TileCall& call) {
@@ -123,7 +177,13 @@ std::tuple<at::Tensor, at::Tensor> tile_attend(const TileCall& call) {
     params.part_output = part_output.mutable_data_ptr<float>();
     params.part_lse = part_lse.mutable_data_ptr<float>();
   }
-  launch_over_rows(TileKernel::kAttend, params, call, params.parts);
+  Draws draws(call);
+  for (const Window& heads : split_heads(all_of(call), params.group, draws.most_bytes())) {
+    for (const Window& rows : split_rows(heads, draws.most_bytes())) {
+      draws.make(params, rows);
+      launch_over_rows(TileKernel::kAttend, params, call, rows, params.parts);
+    }
+  }
   if (params.parts > 1) {
     constexpr int64_t kLinesOfBlock = 8;  // as in merge.cu, of 128 lines held
     launch_tile_kernel(TileKernel::kMerge, params, dims_of(call), {blocks_of(lse.numel(), kLinesOfBlock)},
@@ -136,13 +196,14 @@ at::Tensor tile_weights(const TileWeightsCall& wanted) {
   const TileCall& call = wanted.call;
   const at::Tensor weights = at::empty({wanted.heads, wanted.rows, call.key.size(2)}, call.query.options());
   TileParams params = params_of(call);
-  params.first_head = static_cast<int>(wanted.first_head);
-  params.row_begin = static_cast<int>(wanted.row_begin);
-  params.rows = static_cast<int>(wanted.rows);
+  const Window window{wanted.first_head, wanted.heads, wanted.row_begin, wanted.rows, 0, call.key.size(2)};
+  put_window(params, window);
+  Draws draws(call);
+  draws.make(params, window);
   params.lse = wanted.lse.const_data_ptr<float>();
   params.weights = numbers_into(weights);
   launch_tile_kernel(TileKernel::kWeights, params, dims_of(call),
-                     {blocks_of(call.key.size(2), kKeysOfWeightsBlock),
+                     {blocks_of(call.key.size(2), kKeysOfBlock),
                       blocks_of(wanted.rows, TileKernel::kWeights, call), wanted.heads},
                      call.query.device());
   return weights;
@@ -152,7 +213,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> tile_grads(const Tile
   const TileCall& call = incoming.call;
   const auto dense = [](const at::Tensor& like) { return at::empty(like.sizes(), like.options()); };
   const at::Tensor query = dense(call.query), key = dense(call.key), value = dense(call.value),
-                   delta = dense(incoming.lse);
+                   delta = dense(incoming.lse), subtrahend = dense(incoming.lse);
   TileParams params = params_of(call);
   params.grad_output = numbers_of(incoming.grad_output);
   params.saved_output = numbers_of(incoming.output);
@@ -161,11 +222,26 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> tile_grads(const Tile
   params.lse = incoming.lse.const_data_ptr<float>();
   params.grad_lse = incoming.grad_lse.defined() ? incoming.grad_lse.const_data_ptr<float>() : nullptr;
   params.delta = delta.mutable_data_ptr<float>();
+  params.subtrahend = subtrahend.mutable_data_ptr<float>();
   params.grad_query = numbers_into(query);
   params.grad_key = numbers_into(key);
   params.grad_value = numbers_into(value);
-  launch_over_rows(TileKernel::kGradQuery, params, call);  // makes delta, which the next one reads
-  launch_over_keys(TileKernel::kGradKeys, params, call);
+  Draws draws(call);
+  for (const Window& heads : split_heads(all_of(call), params.group, draws.most_bytes())) {
+    const auto of_rows = split_rows(heads, draws.most_bytes()),
+               of_keys = split_keys(heads, draws.most_bytes());
+    for (const Window& rows : of_rows) {
+      draws.make(params, rows);
+      launch_over_rows(TileKernel::kGradQuery, params, call, rows);  // makes what the next one reads
+    }
+    const bool are_same = of_rows.size() == 1 && of_keys.size() == 1;
+    for (const Window& keys : of_keys) {
+      if (!are_same) {
+        draws.make(params, keys);
+      }
+      launch_over_keys(TileKernel::kGradKeys, params, call, keys);
+    }
+  }
   return {query, key, value, delta};
 }
 

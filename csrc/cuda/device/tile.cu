@@ -40,23 +40,12 @@ DEVICE void load_tile(u16* tile, const u16* from, i64 stride, int first, int len
   }
 }
 
-/// The same, where `from_line` says which line, of those from `first` on, is to lie where.
-template <int lines, int columns, class FromLine>
-DEVICE void load_lines(u16* tile, const u16* from, i64 stride, int first, int len, FromLine from_line) {
-  constexpr int kChunks = columns / 8;
-  for (int i = threadIdx.x; i < lines * kChunks; i += kThreads) {
-    const int r = i / kChunks, c = i % kChunks, line = first + from_line(r);
-    copy_16_bytes(tile + chunk_place<lines, columns>(r, c), from + line * stride + c * 8, line < len);
-  }
-}
-
 /// Sums of lines that are held, rounded, to (lines, columns) from line `first` on.
-template <int columns, class LineAt>
-DEVICE void store_lines(u16* to, const Numbers<columns>& sums, float factor, int first, int len,
-                        LineAt line_of_held) {
+template <int columns>
+DEVICE void store_lines(u16* to, const Numbers<columns>& sums, float factor, int first, int len) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int at = first + line_of_held(half * 2);
+    const int at = first + line_at(half * 2);
     if (at < len) {
 #pragma unroll
       for (int block = 0; block < columns / 8; ++block) {
@@ -104,6 +93,8 @@ DEVICE float bias_at(const TileParams& p, const Place& place, int row, int key) 
                             : ((const float*)p.bias)[at];
 }
 
+constexpr float kLog2E = 1.44269504f, kLn2 = 0.69314718f;
+
 /// From here on softcap is made the slower way, by which scores keep their last digits.
 constexpr float kWideSoftcap = 256.0f;
 
@@ -116,16 +107,17 @@ struct TileKind {
 /// Calls `function` with the kind of a tile that is whole or not.
 template <class Function>
 DEVICE void by_kind(const TileParams& p, bool whole, Function function) {
-  if (whole && p.softcap == 0.0f) {
+  if (whole && p.softcap == 0.0f && p.scale >= 0.0f) {
     function(TileKind<true, false>());
-  } else if (whole && p.softcap < kWideSoftcap) {
+  } else if (whole && p.softcap > 0.0f && p.softcap < kWideSoftcap) {
     function(TileKind<true, true>());
   } else {
     function(TileKind<false, false>());
   }
 }
 
-/// Scores of products, and the slope of softcap there.
+/// Scores of products, and the slope of softcap there. Scores of whole tiles are left without a factor that
+/// all have in common.
 struct Scorer {
   const TileParams& p;
   float argument;  // of tanh: x for a product of 1
@@ -133,9 +125,19 @@ struct Scorer {
   DEVICE explicit Scorer(const TileParams& params)
       : p(params), argument(params.softcap > 0.0f ? params.scale / params.softcap : 0.0f) {}
 
-  DEVICE float capped(float tanh, float& slope) const {
-    slope = 1.0f - tanh * tanh;
-    return p.softcap * tanh;
+  /// exp S = 2^(unit score); not negative.
+  template <class Kind>
+  DEVICE float unit(Kind) const {
+    return kLog2E * (!Kind::is_whole ? 1.0f : Kind::is_capped ? p.softcap : p.scale);
+  }
+
+  /// P = exp(S - subtrahend).
+  template <class Kind>
+  DEVICE float weight(Kind kind, float score, float subtrahend) const {
+    if constexpr (Kind::is_whole) {
+      return power_of_two(score * unit(kind) - subtrahend * kLog2E);
+    }
+    return power_of_two((score - subtrahend) * kLog2E);  // a large bias loses no digits
   }
 
   template <class Kind>
@@ -143,15 +145,22 @@ struct Scorer {
     slope = 1.0f;
     if constexpr (Kind::is_whole) {
       if constexpr (!Kind::is_capped) {
-        return product * p.scale;
+        return product;
       }
-      const float tanh = 1.0f - __fdividef(2.0f, __expf(2.0f * argument * product) + 1.0f);
-      return capped(tanh, slope);
+      const float tanh =
+          fmaf(-2.0f, reciprocal(power_of_two(2.0f * kLog2E * argument * product) + 1.0f), 1.0f);
+      slope = 1.0f - tanh * tanh;
+      return tanh;
     }
     const int distance = key - row;
     const bool is_visible =
         (row < p.query_len) & (key < p.key_len) & (distance >= p.low) & (distance <= p.high);
-    float made = p.softcap > 0.0f ? capped(tanhf(product * argument), slope) : product * p.scale;
+    float made = product * p.scale;
+    if (p.softcap > 0.0f) {
+      const float tanh = tanhf(product * argument);
+      slope = 1.0f - tanh * tanh;
+      made = p.softcap * tanh;
+    }
     if (p.bias_kind != 0 && is_visible) {
       made += bias_at(p, place, row, key);
     }
@@ -172,50 +181,39 @@ DEVICE float lse_of(float largest, float sum) {
 }
 
 /// What is subtracted from the scores of a row: of one that sees nothing, +inf.
-DEVICE float subtrahend(float lse) {
+DEVICE float subtrahend_of(float lse) {
   return lse == -kInfinity ? kInfinity : lse;
-}
-
-/// Philox4x32-10: the draws of four columns, 16 apart.
-DEVICE void draw(u32 (&words)[4], u32 c0, u32 row, u32 head, u32 batch, u64 seed) {
-  u32 c[4] = {c0, row, head, batch}, k0 = (u32)seed, k1 = (u32)(seed >> 32);
-#pragma unroll
-  for (int round = 0; round < 10; ++round) {
-    const u64 a = wide_product(c[0], 0xD2511F53u), b = wide_product(c[2], 0xCD9E8D57u);
-    const u32 next[4] = {(u32)(b >> 32) ^ c[1] ^ k0, (u32)b, (u32)(a >> 32) ^ c[3] ^ k1, (u32)a};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      c[i] = next[i];
-    }
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
-  }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    words[i] = c[i];
-  }
 }
 
 /// Whether there is dropout; for the compiler, if WITH_DROPOUT is 0.
 DEVICE bool has_dropout(const TileParams& p) {
-  return WITH_DROPOUT && p.seed != nullptr;
+  return WITH_DROPOUT && p.draws != nullptr;
 }
 
-/// Of rows that are held, beside 64 keys: 0 for each element that dropout leaves out.
-DEVICE void drop(const TileParams& p, const Place& place, int row, int key, u64 seed,
-                 Numbers<kPassing>& numbers) {
-#pragma unroll
-  for (int part = 0; part < 8; ++part) {  // block within 16 columns, element
-    const int odd = part / 4, i = part % 4;
-    u32 words[4];
-    draw(words, key / 4 + column_at(odd, i), row + line_at(i), place.h, place.n,
-         seed);  // 16 (key / 64) + ...
-#pragma unroll
-    for (int word = 0; word < 4; ++word) {
-      float& number = numbers.at[word * 2 + odd][i];
-      number = words[word] >= p.threshold ? number : 0.0f;
-    }
-  }
+constexpr int kTileWords = 128;             // of the bits of 64 rows and 64 keys
+constexpr int kKeysOfBlock = 8 * kPassing;  // of draws.cu and weights.cu
+
+/// In pairs, as blocks hold rows.
+DEVICE i64 row_tiles_of(const TileParams& p) {
+  return (p.rows + 127) / 128 * 2;
+}
+DEVICE i64 key_tiles_of(const TileParams& p) {
+  return (p.keys + 63) / 64;
+}
+
+/// A thread's words, one for each step of keys, of the rows that its block holds from `row` on; heads count
+/// from the first of the launch. draws.cu says what their bits are.
+DEVICE u32* bits_of_rows(const TileParams& p, int head, int row) {
+  const i64 row_tile = head * row_tiles_of(p) + (row - p.row_begin) / 64 + threadIdx.x / kTileWords;
+  return p.draws + row_tile * key_tiles_of(p) * kTileWords + threadIdx.x % kTileWords;
+}
+
+/// 0 for each element that dropout leaves out, of which `kept` has no bit.
+DEVICE void drop(Numbers<kPassing>& numbers, u32 kept) {
+  each_element<kPassing>([&](int block, int i) {
+    float& number = numbers.at[block][i];
+    number = kept >> (block * 4 + i) & 1 ? number : 0.0f;
+  });
 }
 
 /// Nothing of what is hidden, of which `hidden` has a bit for each element, reaches anything, NaN neither.
@@ -254,14 +252,15 @@ DEVICE Turn turn_of(const TileParams& p, int heads, int blocks) {
 
 /// Of a launch over rows what a block holds: the last rows first, which see most if there is a causal mask.
 struct HeldRows {
+  int head;  // of the launch
   Place place;
   int row;
 };
 
 DEVICE HeldRows rows_of_block(const TileParams& p) {
-  const int blocks = (p.query_len + kHeld - 1) / kHeld;
-  const Turn mine = turn_of(p, p.batches * p.heads, blocks);
-  return {place_of(p, mine.head), (blocks - 1 - mine.block) * kHeld};
+  const int blocks = (p.rows + kHeld - 1) / kHeld;
+  const Turn mine = turn_of(p, p.launch_heads, blocks);
+  return {mine.head, place_of(p, p.first_head + mine.head), p.row_begin + (blocks - 1 - mine.block) * kHeld};
 }
 
 /// Loads keys and values of a head that pass by, into tiles that each of so many turns has of its own.

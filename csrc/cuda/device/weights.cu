@@ -4,8 +4,6 @@
 //
 // A block makes those of the rows it holds and of kKeysOfBlock keys, which pass by.
 
-constexpr int kKeysOfBlock = 8 * kPassing;
-
 /// Of four threads with two columns of each of four blocks, each gets the eight columns of one block.
 DEVICE void exchange(u32 (&words)[4]) {
   const int lane = threadIdx.x % 4;
@@ -67,14 +65,14 @@ KERNEL(WITH_DROPOUT ? 2 : 3) weights(const TileParams p) {
   load_tile<kHeld, HEAD_DIM>(queries, of_head(p.query, p.query_strides, place.n, place.h), p.query_strides[2],
                              row, p.query_len);
   load_tile<kPassing, HEAD_DIM>(keys, key_head, p.key_strides[2], begin, p.key_len);
-  float from[2];
+  float subtrahend[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    from[half] = subtrahend(p.lse[line_of(p, place, min(row + line_at(half * 2), p.query_len - 1))]);
+    subtrahend[half] = subtrahend_of(p.lse[line_of(p, place, min(row + line_at(half * 2), p.query_len - 1))]);
   }
   const Range seen = keys_seen(p, row);
   const Scorer scorer(p);
-  const u64 seed = has_dropout(p) ? (u64)*p.seed : 0;
+  const u32* const bits = has_dropout(p) ? bits_of_rows(p, head, row) : nullptr;
   const float factor = has_dropout(p) ? p.kept : 1.0f;
   int turn = 0;
   for (int key = begin; key < end; key += kPassing, turn ^= 1) {
@@ -83,6 +81,7 @@ KERNEL(WITH_DROPOUT ? 2 : 3) weights(const TileParams p) {
       load_tile<kPassing, HEAD_DIM>(keys + (turn ^ 1) * kKeys, key_head, p.key_strides[2], key + kPassing,
                                     p.key_len);
     }
+    const u32 kept = has_dropout(p) ? bits[key / kPassing * kTileWords] : 0;
     Numbers<kPassing> weights;
     if (key < seen.begin || key >= seen.end) {
       clear(weights);
@@ -96,11 +95,13 @@ KERNEL(WITH_DROPOUT ? 2 : 3) weights(const TileParams p) {
         float slope, &weight = weights.at[block][i];
         weight = scorer.score(kind, place, weight, row + line_at(i), key + column_at(block, i), slope);
         // Of what is hidden it is 0, though lse be NaN.
-        weight = !kind.is_whole && weight == -kInfinity ? 0.0f : __expf(weight - from[i / 2]) * factor;
+        weight = !kind.is_whole && weight == -kInfinity
+                     ? 0.0f
+                     : scorer.weight(kind, weight, subtrahend[i / 2]) * factor;
       });
     });
     if (has_dropout(p)) {
-      drop(p, place, row, key, seed, weights);
+      drop(weights, kept);
     }
     store_weights(p, head, weights, row, key);
   }

@@ -38,6 +38,11 @@ DEVICE u64 tile_at(const u16* place, int panel_bytes) {
          kSwizzle << 62;
 }
 
+/// Of a tile, from so many numbers on: what changes is where it begins, in the lower half.
+DEVICE u64 from_number(u64 tile, int numbers) {
+  return tile >> 32 << 32 | ((u32)tile + (u32)(numbers / 8));
+}
+
 /// Products go on while a thread does other things: `sum` must be let alone until `finish(sum)`. `running`:
 /// of the calls before, those that need not be over.
 template <int running, int columns>
@@ -49,13 +54,14 @@ DEVICE void finish(Numbers<columns>& sum) {
 /// sum = left (kHeld, inner) right^T (columns, inner), of a warp its lines.
 template <int inner, int columns>
 DEVICE void start_product(Numbers<columns>& sum, const u16* left, const u16* right) {
-  const u16* const lines = left + threadIdx.x / 128 * 64 * kPanel;
+  const int group = kThreads == 128 ? 0 : same_in_warp(threadIdx.x / 128);
+  const u64 lines = tile_at(left + group * 64 * kPanel, 0), columns_of_right = tile_at(right, 0);
   begin_products(sum);
 #pragma unroll
   for (int k = 0; k < inner; k += 16) {
     const int panel = k / kPanel, within = k % kPanel;
-    multiply_tiles(sum, tile_at(lines + panel * kHeld * kPanel + within, 0),
-                   tile_at(right + panel * columns * kPanel + within, 0), k > 0);
+    multiply_tiles(sum, from_number(lines, panel * kHeld * kPanel + within),
+                   from_number(columns_of_right, panel * columns * kPanel + within), k > 0);
   }
   end_products();
 }
@@ -63,10 +69,11 @@ DEVICE void start_product(Numbers<columns>& sum, const u16* left, const u16* rig
 /// sum += left (16 lines, inner) right (inner, columns).
 template <int inner, int columns>
 DEVICE void start_adding_product(Numbers<columns>& sum, const Rounded<inner>& left, const u16* right) {
+  const u64 tile = tile_at(right, inner * kPanel * 2);
   begin_products(sum);
 #pragma unroll
   for (int k = 0; k < inner / 16; ++k) {
-    multiply_rounded(sum, left.at[k], tile_at(right + k * 16 * kPanel, inner * kPanel * 2));
+    multiply_rounded(sum, left.at[k], from_number(tile, k * 16 * kPanel));
   }
   end_products();
 }

@@ -18,6 +18,11 @@
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
   "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
+/// Of a number that all lanes have in common, which the compiler need not believe otherwise.
+DEVICE int same_in_warp(int number) {
+  return __shfl_sync(0xffffffffu, number, 0);
+}
+
 /// What copies have written, to the matrix units as well.
 DEVICE void show_copies_to_matrix_units() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

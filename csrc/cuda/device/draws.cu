@@ -1,0 +1,50 @@
+// The draws of dropout, a bit each, which is 1 where the draw keeps an element; after tile.cu.
+//
+// Bits of 64 rows and 64 keys are a tile: a word for each of 128 threads, of the elements that it has where
+// the rows are held, (block, i) at 4 block + i. A block makes those of the rows it holds and of kKeysOfBlock
+// keys, as far as they are seen.
+
+/// Philox4x32-10: the draws of four columns, 16 apart.
+DEVICE void draw(u32 (&words)[4], u32 c0, u32 row, u32 head, u32 batch, u64 seed) {
+  u32 c[4] = {c0, row, head, batch}, k0 = (u32)seed, k1 = (u32)(seed >> 32);
+#pragma unroll
+  for (int round = 0; round < 10; ++round) {
+    const u64 a = wide_product(c[0], 0xD2511F53u), b = wide_product(c[2], 0xCD9E8D57u);
+    const u32 next[4] = {(u32)(b >> 32) ^ c[1] ^ k0, (u32)b, (u32)(a >> 32) ^ c[3] ^ k1, (u32)a};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      c[i] = next[i];
+    }
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    words[i] = c[i];
+  }
+}
+
+KERNEL(4) draws(const TileParams p) {
+  const int head = blockIdx.z, row = p.row_begin + blockIdx.y * kHeld;
+  const int begin = p.key_begin + blockIdx.x * kKeysOfBlock;
+  const Place place = place_of(p, p.first_head + head);
+  const Range seen = keys_seen(p, row);
+  const int end = min(min(begin + kKeysOfBlock, p.key_begin + p.keys), seen.end);
+  const u64 seed = (u64)*p.seed;
+  u32* const bits = bits_of_rows(p, head, row);
+  for (int key = max(begin, seen.begin); key < end; key += kPassing) {
+    u32 kept = 0;
+#pragma unroll
+    for (int part = 0; part < 8; ++part) {  // block within 16 columns, element
+      const int odd = part / 4, i = part % 4;
+      u32 words[4];
+      draw(words, key / 4 + column_at(odd, i), row + line_at(i), place.h, place.n,
+           seed);  // 16 (key / 64) + ...
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {
+        kept |= (u32)(words[word] >= p.threshold) << ((word * 2 + odd) * 4 + i);
+      }
+    }
+    bits[(key - p.key_begin) / kPassing * kTileWords] = kept;
+  }
+}

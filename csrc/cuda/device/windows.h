@@ -1,0 +1,63 @@
+// The parts of a call that launches are over. With dropout the draws of a part, a bit for each row and key,
+// are held at once; parts are as small as that asks for. No tensor, and no GPU.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+namespace attn_ext::cuda {
+
+/// Heads are counted over N as well.
+struct Window {
+  int64_t first_head, heads, row_begin, rows, key_begin, keys;
+};
+
+inline constexpr int64_t kLinesOfWindow = 128;  // parts begin at multiples of it, as blocks do
+
+/// Rows in pairs of tiles of 64, keys in tiles of 64.
+inline int64_t bytes_of_draws(const Window& window) {
+  constexpr int64_t kTile = 64, kBits = 8;
+  const int64_t rows = (window.rows + 2 * kTile - 1) / (2 * kTile) * (2 * kTile);
+  const int64_t keys = (window.keys + kTile - 1) / kTile * kTile;
+  return window.heads * rows * keys / kBits;
+}
+
+/// In whole groups of heads, one at least.
+inline std::vector<Window> split_heads(const Window& whole, int64_t group, int64_t most_bytes) {
+  Window one = whole;
+  one.heads = group;
+  one.heads *= std::max(most_bytes / std::max(bytes_of_draws(one), int64_t{1}), int64_t{1});
+  std::vector<Window> windows;
+  for (int64_t head = 0; head < whole.heads; head += one.heads) {
+    windows.push_back(one);
+    windows.back().first_head = whole.first_head + head;
+    windows.back().heads = std::min(one.heads, whole.heads - head);
+  }
+  return windows;
+}
+
+/// In rows, or in keys; kLinesOfWindow of them at least.
+inline std::vector<Window> split_lines(const Window& whole, int64_t Window::*begin, int64_t Window::*lines,
+                                       int64_t most_bytes) {
+  Window one = whole;
+  one.*lines = kLinesOfWindow;
+  one.*lines *= std::max(most_bytes / std::max(bytes_of_draws(one), int64_t{1}), int64_t{1});
+  std::vector<Window> windows;
+  for (int64_t line = 0; line < whole.*lines; line += one.*lines) {
+    windows.push_back(one);
+    windows.back().*begin = whole.*begin + line;
+    windows.back().*lines = std::min(one.*lines, whole.*lines - line);
+  }
+  return windows;
+}
+
+inline std::vector<Window> split_rows(const Window& whole, int64_t most_bytes) {
+  return split_lines(whole, &Window::row_begin, &Window::rows, most_bytes);
+}
+
+inline std::vector<Window> split_keys(const Window& whole, int64_t most_bytes) {
+  return split_lines(whole, &Window::key_begin, &Window::keys, most_bytes);
+}
+
+}  // namespace attn_ext::cuda
