@@ -4,6 +4,7 @@
     python benchmarks/gpu.py --dtype bfloat16 --mode fwd --cells llama-2048
     python benchmarks/gpu.py --graph                               the same without the processor's share
     python benchmarks/gpu.py --sides                               what no fused kernel of PyTorch's has
+    python benchmarks/gpu.py --host --cells bert-128               where the processor's time goes
 
 Calls alternate in blocks, in one process; a block is timed by events around as many calls as take
 `--block` milliseconds, so that it holds what a loop of calls takes: the GPU's time, or where that is
@@ -14,11 +15,13 @@ fastest of F.sdpa as it chooses by itself and of each of its backends that takes
 
 import argparse
 import statistics
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -178,6 +181,33 @@ def grid(cells: list[Cell], options: argparse.Namespace) -> None:
     print(f"{len(ratios)} cells, {below} below 0.98 of F.sdpa, geometric mean {mean:.3f}")
 
 
+def host(cells: list[Cell], options: argparse.Namespace) -> None:
+    """The processor's share: what it takes to hand out a call, and what of it each operator takes."""
+    from torch.profiler import ProfilerActivity, profile
+
+    for dtype, mode, cell in product(options.dtype, options.mode, cells):
+        problem = on_gpu(make_problem(cell, mode, DTYPES[dtype]))
+        for name in (OURS, "F.sdpa"):
+            call = next(c for c in CONTENDERS if c.name == name).prepare(problem, 1)
+            microseconds = statistics.median(handing_out(call) for _ in range(10 * options.rounds))
+            with profile(activities=[ProfilerActivity.CPU]) as profiled:
+                handing_out(call)
+            print(f"{cell.name} {dtype} {mode}, {name}: {microseconds:.1f} us of the processor")
+            averages = profiled.key_averages()
+            print(averages.table(sort_by="self_cpu_time_total", row_limit=15, max_name_column_width=60))
+
+
+def handing_out(call: Call, calls: int = 100) -> float:
+    """Microseconds a call, of fewer calls than the GPU's queue takes."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(calls):
+        call()
+    end = time.perf_counter()
+    torch.cuda.synchronize()
+    return 1e6 * (end - begin) / calls
+
+
 def side_calls(problem: Problem, flex: Any) -> dict[str, dict[str, Call]]:
     """By what is asked: our call, and FlexAttention's where it has a word for it."""
     from torch.nn.attention.flex_attention import create_block_mask
@@ -274,6 +304,7 @@ def main() -> None:
     parser.add_argument("--graph", action="store_true", help="replays of CUDA graphs")
     parser.add_argument("--sides", action="store_true", help="sinks, softcap, weights and the like instead")
     parser.add_argument("--only", nargs="+", default=[], help="of the sides, these")
+    parser.add_argument("--host", action="store_true", help="the processor's share, operator by operator")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no NVIDIA GPU: torch.cuda.is_available() is False")
@@ -281,10 +312,12 @@ def main() -> None:
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}"
     )
+    chosen = [names[name] for name in options.cells] + (list(OUTSIDE) if options.outside else [])
     if options.sides:
         sides(options)
+    elif options.host:
+        host(chosen, options)
     else:
-        chosen = [names[name] for name in options.cells] + (list(OUTSIDE) if options.outside else [])
         grid(chosen, options)
 
 
