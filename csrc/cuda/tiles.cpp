@@ -65,7 +65,7 @@ bool has_tiles(const at::Tensor& query, int64_t head_dim, int64_t value_dim, boo
         .findSchemaOrThrow(kAttendOp, "")
         .hasKernelForDispatchKey(c10::DispatchKey::CPU);
   }
-  const TileDims dims{head_dim, value_dim, query.scalar_type()};
+  const TileDims dims{head_dim, value_dim, query.scalar_type(), /*has_dropout=*/true};  // which takes most
   const auto has = [&](TileKernel kernel) { return has_tile_kernel(kernel, dims, query.device()); };
   return is_backward ? has(TileKernel::kGradQuery) && has(TileKernel::kGradKeys)
                      : has(TileKernel::kAttend) && has(TileKernel::kMerge) && has(TileKernel::kWeights);

@@ -33,7 +33,7 @@ inline void copy_bytes(void* to, const void* from, size_t bytes, int there) {
 inline void copy_16_bytes(u16* to, const u16* from, int there) {
   copy_bytes(to, from, 16, there);
 }
-inline void copy_4_bytes(float* to, const float* from, int there) {
+inline void copy_4_bytes(void* to, const void* from, int there) {
   copy_bytes(to, from, 4, there);
 }
 

@@ -62,6 +62,7 @@ struct Case {
   double dropout_p = 0.0;
   int64_t most_bytes_of_draws = kNoLimit;
   int first_head = 0, heads_of_launch = 0, row_begin = 0, rows = 0;  // 0: all
+  float scale = 1.7F;                                                // times the usual one
 };
 
 const std::vector<Case> kCases{
@@ -79,12 +80,15 @@ const std::vector<Case> kCases{
     {"dropout", 2, 3, 1, 50, 200, -1000000, 1000000, 0.0F, 0, 0.3},
     {"dropout of whole tiles", 1, 1, 1, 128, 128, -1000000, 1000000, 0.0F, 0, 0.3},
     {"all dropped", 1, 1, 1, 20, 30, -1000000, 1000000, 0.0F, 0, 1.0},
-    {"dropout, some heads after the other", 1, 4, 2, 60, 150, -1000000, 0, 0.0F, 0, 0.3, 8000},
+    {"dropout in a window", 1, 1, 1, 130, 130, -20, 5, 0.0F, 0, 0.3},
+    {"dropout, some heads after the other", 3, 2, 1, 20, 40, -1000000, 0, 0.0F, 0, 0.3, 4000},
     {"dropout, some rows and keys after the other", 1, 2, 2, 150, 150, -1000000, 0, 0.0F, 0, 0.3, 6144},
     {"far band", 1, 1, 1, 20, 30, -2147483647 - 1, 2147483647},
     {"wide softcap", 1, 1, 1, 40, 60, -1000000, 1000000, 1e6F},
     {"a part", 2, 4, 2, 300, 130, -1000000, 1000000, 0.0F, 0, 0.0, kNoLimit, 2, 4, 128, 128},
-    {"a part with dropout", 1, 2, 1, 140, 70, -1000000, 1000000, 0.0F, 0, 0.3, kNoLimit, 1, 1, 128, 12},
+    {"a part with dropout", 1, 2, 1, 140, 530, -1000000, 1000000, 0.0F, 0, 0.3, kNoLimit, 1, 1, 128, 12},
+    {"negative scale", 1, 1, 1, 128, 64, -1000000, 1000000, 0.0F, 0, 0.0, kNoLimit, 0, 0, 0, 0, -1.7F},
+    {"scale of 0", 1, 1, 1, 128, 64, -1000000, 1000000, 0.0F, 0, 0.0, kNoLimit, 0, 0, 0, 0, 0.0F},
 };
 
 /// As csrc/aten/dropout.cpp has it.
@@ -146,7 +150,7 @@ struct Data {
         format(its_kernels.format),
         head_dim(its_kernels.head_dim),
         value_dim(its_kernels.value_dim),
-        scale(1.7F / std::sqrt(static_cast<float>(its_kernels.head_dim))),
+        scale(one_case.scale / std::sqrt(static_cast<float>(its_kernels.head_dim))),
         heads(one.batches * one.heads),
         lines(static_cast<size_t>(heads) * one.query_len),
         key_lines(static_cast<size_t>(heads / one.group) * one.key_len),
@@ -332,6 +336,39 @@ struct Data {
   const long long seed = 0x123456789abcdefLL;
   std::vector<double> weights, output, grad_query, grad_key, grad_value;
 };
+
+/// A row whose biases are all the lowest number sees all keys alike.
+void expect_lowest_bias() {
+  constexpr int kHeadDim = kOfHalf.head_dim, kValueDim = kOfHalf.value_dim;
+  const std::vector<uint16_t> query(kHeadDim), key(2 * kHeadDim, gpu::to_half(1.0F));
+  std::vector<uint16_t> value(2 * kValueDim, gpu::to_half(1.0F)), output(kValueDim);
+  std::fill(value.begin() + kValueDim, value.end(), gpu::to_half(3.0F));
+  float lse = 0.0F;
+  half::TileParams p{};
+  p.query = query.data();
+  p.key = key.data();
+  p.value = value.data();
+  p.query_strides[2] = p.key_strides[2] = kHeadDim;
+  p.value_strides[2] = kValueDim;
+  p.output = output.data();
+  p.made_lse = &lse;
+  p.batches = p.heads = p.heads_together = p.group = p.parts = p.launch_heads = p.query_len = p.rows = 1;
+  p.key_len = p.keys = 2;
+  p.low = -2;
+  p.high = 2;
+  p.scale = 1.0F;
+  p.bias_kind = 3;
+  p.bias_strides[3] = 1;
+  for (const float bias : {std::numeric_limits<float>::lowest(), std::numeric_limits<float>::max()}) {
+    const std::vector<float> biases(2, bias);
+    p.bias = biases.data();
+    gpu::launch({1, 1, 1}, kOfHalf.threads(), 2 * kOfHalf.held_bytes(), [&] { half::attend(p); });
+    if (lse != bias || gpu::from_half(output[0]) != 2.0F) {
+      ++failures;
+      std::printf("a bias of %g: lse %g, output %g\n", bias, lse, gpu::from_half(output[0]));
+    }
+  }
+}
 
 template <class Params>
 void put_window(Params& p, const Window& window) {
@@ -569,6 +606,7 @@ void expect_windows() {
 int main() {
   expect_windows();
   expect_nan();
+  expect_lowest_bias();
   gpu::products_are_late = true;
   const Kernels<bfloat16::TileParams> of_bfloat16{kOfBfloat16,        &bfloat16::attend,
                                                   &bfloat16::merge,   &bfloat16::draws,

@@ -7,12 +7,14 @@
 //
 // Where there are fewer blocks of rows than processors, blocks have parts of the keys, and merge.cu the rest.
 
-struct RowSums {  // of rows g and g + 8, of this thread's columns; `largest` in powers of 2
+struct RowSums {  // of rows g and g + 8, of this thread's columns
   float largest[2] = {-kInfinity, -kInfinity}, sum[2] = {0.0f, 0.0f};
 };
 
-/// Scores become exp(S - largest), and what was added before is scaled. exp S = 2^(unit score).
-DEVICE void take_scores(Numbers<kPassing>& scores, float unit, RowSums& rows, Numbers<VALUE_DIM>& output) {
+/// Scores become exp(S - largest), S = unit score, and what was added before is scaled. Of tiles that are not
+/// whole the unit is 1, and what is subtracted goes first: so a bias of any size stays finite.
+DEVICE void take_scores(Numbers<kPassing>& scores, float unit, bool is_whole, RowSums& rows,
+                        Numbers<VALUE_DIM>& output) {
   float largest[2] = {-kInfinity, -kInfinity}, factor[2];
   each_element<kPassing>(
       [&](int block, int i) { largest[i / 2] = fmaxf(largest[i / 2], scores.at[block][i]); });
@@ -21,18 +23,25 @@ DEVICE void take_scores(Numbers<kPassing>& scores, float unit, RowSums& rows, Nu
     largest[half] = fmaxf(largest[half], __shfl_xor_sync(0xffffffffu, largest[half], 1));
     largest[half] = fmaxf(largest[half], __shfl_xor_sync(0xffffffffu, largest[half], 2));
     largest[half] = fmaxf(largest[half] * unit, rows.largest[half]);
-    factor[half] =
-        largest[half] == rows.largest[half] ? 1.0f : power_of_two(rows.largest[half] - largest[half]);
+    factor[half] = largest[half] == rows.largest[half]
+                       ? 1.0f
+                       : power_of_two((rows.largest[half] - largest[half]) * kLog2E);
     rows.largest[half] = largest[half];
     rows.sum[half] *= factor[half];
     if (largest[half] == -kInfinity) {
       largest[half] = 0.0f;  // -inf - 0, of which the exponential is 0; NaN stays
     }
   }
-  each_element<kPassing>([&](int block, int i) {
-    scores.at[block][i] = power_of_two(scores.at[block][i] * unit - largest[i / 2]);
-    rows.sum[i / 2] += scores.at[block][i];
-  });
+  if (is_whole) {
+    each_element<kPassing>([&](int block, int i) {
+      scores.at[block][i] = power_of_two(scores.at[block][i] * (unit * kLog2E) - largest[i / 2] * kLog2E);
+    });
+  } else {
+    each_element<kPassing>([&](int block, int i) {
+      scores.at[block][i] = power_of_two((scores.at[block][i] - largest[i / 2]) * kLog2E);
+    });
+  }
+  each_element<kPassing>([&](int block, int i) { rows.sum[i / 2] += scores.at[block][i]; });
   if (factor[0] != 1.0f || factor[1] != 1.0f) {
     each_element<VALUE_DIM>([&](int block, int i) { output.at[block][i] *= factor[i / 2]; });
   }
@@ -52,7 +61,7 @@ DEVICE void store_rows(const TileParams& p, const Place& place, int row, RowSums
     }
     const i64 line = line_of(p, place, at);
     if (threadIdx.x % 4 == 0) {
-      made_lse[line] = lse_of(rows.largest[half] * kLn2, sum);
+      made_lse[line] = lse_of(rows.largest[half], sum);
     }
     const float factor = sum == 0.0f ? 0.0f : kept / sum;
 #pragma unroll
@@ -110,15 +119,17 @@ KERNEL(2) attend(const TileParams p) {
     Numbers<kPassing> scores;
     start_product<HEAD_DIM>(scores, queries, passing.keys_of(turn));
     finish<0>(scores);
-    float unit;
+    float unit = 1.0f;
+    bool whole = false;
     by_kind(p, is_whole(p, row, kHeld, key, kPassing), [&](auto kind) {
       unit = scorer.unit(kind);
+      whole = kind.is_whole;
       each_element<kPassing>([&](int block, int i) {
         float slope, &score = scores.at[block][i];
         score = scorer.score(kind, place, score, row + line_at(i), key + column_at(block, i), slope);
       });
     });
-    take_scores(scores, unit, rows, output);
+    take_scores(scores, unit, whole, rows, output);
     if (has_dropout(p)) {
       drop(scores, kept);
     }

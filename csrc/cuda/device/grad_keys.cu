@@ -37,7 +37,7 @@ KERNEL(HELD == 64 ? 2 : 1) grad_keys(const TileParams p) {
   u16* const queries = values + tile_size(kHeld, VALUE_DIM);
   u16* const grads = queries + 2 * kQueries;
   float* const stats = (float*)(grads + 2 * kGrads);  // subtrahend and delta of the rows, twice
-  float* const bits = stats + 4 * kPassing;           // of draws, twice
+  u32* const bits = (u32*)(stats + 4 * kPassing);     // of draws, twice
   const int key_heads = p.heads / p.group;
   const int blocks = (p.keys + kHeld - 1) / kHeld;
   const Turn mine = turn_of(p, p.launch_heads / p.group, blocks);
@@ -62,10 +62,9 @@ KERNEL(HELD == 64 ? 2 : 1) grad_keys(const TileParams p) {
     if (has_dropout(p)) {
       const int key_tile = (key - p.key_begin) / 64 + threadIdx.x / kTileWords;
       const i64 head = (mine.head - kv) * p.group + h,
-                row_tile = head * row_tiles_of(p) + row / 64;  // of the launch
+                row_tile = head * row_tiles_of(p) + (row - p.row_begin) / 64;  // of the launch
       copy_4_bytes(bits + turn * kThreads + threadIdx.x,
-                   (const float*)p.draws + (row_tile * key_tiles_of(p) + key_tile) * kTileWords +
-                       threadIdx.x % kTileWords,
+                   p.draws + (row_tile * key_tiles_of(p) + key_tile) * kTileWords + threadIdx.x % kTileWords,
                    key_tile < key_tiles_of(p));
     }
   };
@@ -113,8 +112,7 @@ KERNEL(HELD == 64 ? 2 : 1) grad_keys(const TileParams p) {
       clear_hidden(weights, hidden);
       if (has_dropout(p)) {
         finish<0>(grad_weights);
-        drop(weights, grad_weights,
-             (const u32*)bits + turn * kThreads + threadIdx.x / kTileWords * kTileWords);
+        drop(weights, grad_weights, bits + turn * kThreads + threadIdx.x / kTileWords * kTileWords);
       }
       start_adding_product(value_sum, rounded(weights), grads + turn * kGrads);
       finish<1>(grad_weights);

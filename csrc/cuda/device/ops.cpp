@@ -119,10 +119,15 @@ class Draws {
  public:
   explicit Draws(const TileCall& call) : call_(call), is_drawn_(call.seed.defined()) {}
 
-  /// A launch's most; without dropout no limit.
+  /// Of a launch: 64 MB, or where lines are long as much as keeps the processors busy. Without dropout no
+  /// limit.
   int64_t most_bytes() const {
-    constexpr int64_t kMostBytes = int64_t{1} << 26;
-    return is_drawn_ ? kMostBytes : std::numeric_limits<int64_t>::max();
+    if (!is_drawn_) {
+      return std::numeric_limits<int64_t>::max();
+    }
+    constexpr int64_t kBytes = int64_t{1} << 26, kBlocksOfProcessor = 4, kBitsOfByte = 8;
+    const int64_t line = std::max(call_.key.size(2), call_.query.size(2)) / kBitsOfByte;
+    return std::max(kBytes, kBlocksOfProcessor * processors_of(call_.query.device()) * kLinesOfWindow * line);
   }
 
   /// Until the next window's are made.
@@ -196,16 +201,19 @@ at::Tensor tile_weights(const TileWeightsCall& wanted) {
   const TileCall& call = wanted.call;
   const at::Tensor weights = at::empty({wanted.heads, wanted.rows, call.key.size(2)}, call.query.options());
   TileParams params = params_of(call);
-  const Window window{wanted.first_head, wanted.heads, wanted.row_begin, wanted.rows, 0, call.key.size(2)};
-  put_window(params, window);
-  Draws draws(call);
-  draws.make(params, window);
   params.lse = wanted.lse.const_data_ptr<float>();
-  params.weights = numbers_into(weights);
-  launch_tile_kernel(TileKernel::kWeights, params, dims_of(call),
-                     {blocks_of(call.key.size(2), kKeysOfBlock),
-                      blocks_of(wanted.rows, TileKernel::kWeights, call), wanted.heads},
-                     call.query.device());
+  Draws draws(call);
+  const Window all{wanted.first_head, wanted.heads, wanted.row_begin, wanted.rows, 0, call.key.size(2)};
+  for (const Window& heads : split_heads(all, /*group=*/1, draws.most_bytes())) {
+    draws.make(params, heads);
+    put_window(params, heads);
+    params.weights =
+        numbers_into(weights) + (heads.first_head - all.first_head) * weights.size(1) * weights.size(2);
+    launch_tile_kernel(
+        TileKernel::kWeights, params, dims_of(call),
+        {blocks_of(heads.keys, kKeysOfBlock), blocks_of(heads.rows, TileKernel::kWeights, call), heads.heads},
+        call.query.device());
+  }
   return weights;
 }
 
@@ -234,9 +242,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> tile_grads(const Tile
       draws.make(params, rows);
       launch_over_rows(TileKernel::kGradQuery, params, call, rows);  // makes what the next one reads
     }
-    const bool are_same = of_rows.size() == 1 && of_keys.size() == 1;
+    const bool is_one = of_rows.size() == 1 && of_keys.size() == 1;
     for (const Window& keys : of_keys) {
-      if (!are_same) {
+      if (!is_one) {
         draws.make(params, keys);
       }
       launch_over_keys(TileKernel::kGradKeys, params, call, keys);

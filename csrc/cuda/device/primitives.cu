@@ -39,7 +39,7 @@ DEVICE void copy_16_bytes(u16* to, const u16* from, int there) {
                "r"(there ? 16 : 0));
 }
 
-DEVICE void copy_4_bytes(float* to, const float* from, int there) {
+DEVICE void copy_4_bytes(void* to, const void* from, int there) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address_of(to)), "l"(from),
                "r"(there ? 4 : 0));
 }

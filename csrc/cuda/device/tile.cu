@@ -93,7 +93,7 @@ DEVICE float bias_at(const TileParams& p, const Place& place, int row, int key) 
                             : ((const float*)p.bias)[at];
 }
 
-constexpr float kLog2E = 1.44269504f, kLn2 = 0.69314718f;
+constexpr float kLog2E = 1.44269504f;
 
 /// From here on softcap is made the slower way, by which scores keep their last digits.
 constexpr float kWideSoftcap = 256.0f;
@@ -125,19 +125,19 @@ struct Scorer {
   DEVICE explicit Scorer(const TileParams& params)
       : p(params), argument(params.softcap > 0.0f ? params.scale / params.softcap : 0.0f) {}
 
-  /// exp S = 2^(unit score); not negative.
+  /// That factor, not negative.
   template <class Kind>
   DEVICE float unit(Kind) const {
-    return kLog2E * (!Kind::is_whole ? 1.0f : Kind::is_capped ? p.softcap : p.scale);
+    return !Kind::is_whole ? 1.0f : Kind::is_capped ? p.softcap : p.scale;
   }
 
-  /// P = exp(S - subtrahend).
+  /// exp(S - subtrahend).
   template <class Kind>
   DEVICE float weight(Kind kind, float score, float subtrahend) const {
     if constexpr (Kind::is_whole) {
-      return power_of_two(score * unit(kind) - subtrahend * kLog2E);
+      return power_of_two(score * (unit(kind) * kLog2E) - subtrahend * kLog2E);
     }
-    return power_of_two((score - subtrahend) * kLog2E);  // a large bias loses no digits
+    return power_of_two((score - subtrahend) * kLog2E);  // a large bias loses no digits, and is no infinity
   }
 
   template <class Kind>

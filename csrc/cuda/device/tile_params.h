@@ -1,5 +1,5 @@
-// What a launch of attend.cu, weights.cu or gradients.cu takes: read by the C++ compiler inside a namespace,
-// and by the GPU's before tile.cu.
+// What a launch of a kernel of this folder takes: read by the C++ compiler inside a namespace, and by the
+// GPU's before tile.cu.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -21,16 +21,16 @@ struct TileParams {
   u16* weights;                             // (heads, rows, Lk) of this launch
   u16 *grad_query, *grad_key, *grad_value;  // (N, heads, Lq, D), (N, key heads, Lk, D or Dv)
   int batches, heads, group, query_len, key_len;
-  int heads_together;                 // of a launch over blocks of lines: those that take turns
-  int first_head, row_begin, rows;    // of a launch; heads are counted over N as well
-  int low, high;                      // row i sees keys from i + low to i + high
-  float scale, softcap;               // softcap 0: none
-  const i64* seed;                    // of draws.cu
-  u32 threshold;                      // draws from here on are kept
-  float kept;                         // what they are multiplied by
-  float *part_output, *part_lse;      // (parts, N, heads, Lq, Dv), (parts, N, heads, Lq)
-  int parts;                          // of the keys, which attend.cu makes apart and merge.cu puts together
-  float* subtrahend;                  // (N, heads, Lq), lse as grad_keys.cu takes it, of grad_query.cu
-  int launch_heads, key_begin, keys;  // of a launch as well
-  u32* draws;                         // bits, of draws.cu for a launch; null: no dropout
+  int heads_together;             // of a launch over blocks of lines: those that take turns
+  int low, high;                  // row i sees keys from i + low to i + high
+  float scale, softcap;           // softcap 0: none
+  const i64* seed;                // of draws.cu
+  u32 threshold;                  // draws from here on are kept
+  float kept;                     // what they are multiplied by
+  float *part_output, *part_lse;  // (parts, N, heads, Lq, Dv), (parts, N, heads, Lq)
+  int parts;                      // of the keys, which attend.cu makes apart and merge.cu puts together
+  float* subtrahend;              // (N, heads, Lq), lse as grad_keys.cu takes it, of grad_query.cu
+  int first_head, launch_heads, row_begin, rows, key_begin,
+      keys;    // of a launch, heads counted over N as well
+  u32* draws;  // bits, of draws.cu for a launch; null: no dropout
 };

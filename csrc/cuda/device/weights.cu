@@ -54,7 +54,7 @@ DEVICE void store_weights(const TileParams& p, int head, const Numbers<kPassing>
   }
 }
 
-KERNEL(WITH_DROPOUT ? 2 : 3) weights(const TileParams p) {
+KERNEL(3) weights(const TileParams p) {
   constexpr int kKeys = tile_size(kPassing, HEAD_DIM);
   u16* const queries = shared_memory();
   u16* const keys = queries + tile_size(kHeld, HEAD_DIM);

@@ -23,26 +23,19 @@ inline int64_t bytes_of_draws(const Window& window) {
   return window.heads * rows * keys / kBits;
 }
 
-/// In whole groups of heads, one at least.
-inline std::vector<Window> split_heads(const Window& whole, int64_t group, int64_t most_bytes) {
-  Window one = whole;
-  one.heads = group;
-  one.heads *= std::max(most_bytes / std::max(bytes_of_draws(one), int64_t{1}), int64_t{1});
-  std::vector<Window> windows;
-  for (int64_t head = 0; head < whole.heads; head += one.heads) {
-    windows.push_back(one);
-    windows.back().first_head = whole.first_head + head;
-    windows.back().heads = std::min(one.heads, whole.heads - head);
+/// Into parts of as many `lines` as each other, multiples of `step`, that take no more than `most_bytes` or
+/// have one step.
+inline std::vector<Window> split(const Window& whole, int64_t Window::*begin, int64_t Window::*lines,
+                                 int64_t step, int64_t most_bytes) {
+  if (bytes_of_draws(whole) <= most_bytes) {
+    return {whole};
   }
-  return windows;
-}
-
-/// In rows, or in keys; kLinesOfWindow of them at least.
-inline std::vector<Window> split_lines(const Window& whole, int64_t Window::*begin, int64_t Window::*lines,
-                                       int64_t most_bytes) {
   Window one = whole;
-  one.*lines = kLinesOfWindow;
-  one.*lines *= std::max(most_bytes / std::max(bytes_of_draws(one), int64_t{1}), int64_t{1});
+  one.*lines = step;
+  const int64_t steps = (whole.*lines + step - 1) / step;
+  const int64_t most = std::max(most_bytes / bytes_of_draws(one), int64_t{1});
+  const int64_t parts = (steps + most - 1) / most;
+  one.*lines = (steps + parts - 1) / parts * step;
   std::vector<Window> windows;
   for (int64_t line = 0; line < whole.*lines; line += one.*lines) {
     windows.push_back(one);
@@ -52,12 +45,17 @@ inline std::vector<Window> split_lines(const Window& whole, int64_t Window::*beg
   return windows;
 }
 
+/// In whole groups of heads.
+inline std::vector<Window> split_heads(const Window& whole, int64_t group, int64_t most_bytes) {
+  return split(whole, &Window::first_head, &Window::heads, group, most_bytes);
+}
+
 inline std::vector<Window> split_rows(const Window& whole, int64_t most_bytes) {
-  return split_lines(whole, &Window::row_begin, &Window::rows, most_bytes);
+  return split(whole, &Window::row_begin, &Window::rows, kLinesOfWindow, most_bytes);
 }
 
 inline std::vector<Window> split_keys(const Window& whole, int64_t most_bytes) {
-  return split_lines(whole, &Window::key_begin, &Window::keys, most_bytes);
+  return split(whole, &Window::key_begin, &Window::keys, kLinesOfWindow, most_bytes);
 }
 
 }  // namespace attn_ext::cuda
