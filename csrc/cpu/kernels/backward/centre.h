@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../interface/params.h"
+#include "../matrix/across.h"
 #include "../matrix/matrix.h"
 #include "../matrix/scheme.h"
 #include "../vector/convert.h"
@@ -22,6 +23,20 @@ ATTN_EXT_INLINE bool keys_centre(const BackwardParams& params) {
 constexpr int64_t kCentreKeys = 256;
 constexpr int kOutlier = 16;  // times the mean size
 
+// A vector of columns of some rows from row j on, as rows of `block`; how many rows.
+template <typename Element>
+ATTN_EXT_INLINE int64_t gather_rows(const Matrix<Element>& m, int64_t j, int64_t column, Element* block) {
+  constexpr int64_t kWidth = kLanes<Compute<Element>>;
+  if constexpr (sizeof(Element) == 2) {
+    if (lies_across(m) && j + kSquareRows<Element> <= m.rows && column + kWidth <= m.columns) {
+      turn_square(m.data + j + column * m.column_stride, m.column_stride, block, kWidth);
+      return kSquareRows<Element>;
+    }
+  }
+  gather_block(m, j, 1, column, kWidth, block);
+  return 1;
+}
+
 // centre (padded D) = the mean of the head's first keys; 0 where that is not finite, or where a key that lies
 // far from the others has made it, which is far from the keys that have the weights then.
 template <typename S>
@@ -32,12 +47,13 @@ void set_centre(const BackwardParams& params, int64_t batch, int64_t key_head, t
   const Matrix<Element> key = rows_of<Element>(params.key, batch, key_head, 0, count, dim);
   for (int64_t d = 0; d < padded_dim<S>(dim); d += S::kLane) {
     Vec<T> sum = {}, sizes = {}, largest = {};
+    Element block[kSquareRows<Element> * kLanes<T>];
+    Range gathered{0, 0};  // rows that the block holds
     for (int64_t j = 0; j < count; ++j) {
-      const Element* from = key.data + j * key.row_stride + d * key.column_stride;
-      Element block[kLanes<T>];
+      const Element* from = key.data + j * key.row_stride + d;
       if (key.column_stride != 1 || d + S::kLane > dim) {
-        gather_block(key, j, 1, d, S::kLane, block);
-        from = block;
+        if (j >= gathered.end) gathered = {j, j + gather_rows(key, j, d, block)};
+        from = block + (j - gathered.begin) * S::kLane;
       }
       const Vec<T> key_lanes = load_compute(from), size = maximum(key_lanes, -key_lanes);
       sum += key_lanes;

@@ -78,12 +78,11 @@ void pack_keys(const ForwardParams& params, const ForwardPlan& plan, const Packe
   const StoredRows<Element> key(params.key, params.key_storage, batch, key_head, 0, dim);
   const int64_t width = plan.path == ForwardPath::kFewRows ? kSharedPanel<S> : S::kPanel;
   int64_t j = begin;
-  if constexpr (S::kPaired) {
-    if (key.lie_across() && j < end && key.lie_in_place(keys.begin, end - begin)) {
-      j += round_down(end - begin, width);
-      pair_columns<Product>(key.in_place(keys.begin, j - begin), width,
-                            const_cast<typename S::Operand*>(packed.keys) + begin * depth_of<Product>(dim));
-    }
+  if (key.lie_across() && j < end && key.lie_in_place(keys.begin, end - begin)) {
+    j += round_down(end - begin, width);
+    pack_panels_across<Product>(
+        key.in_place(keys.begin, j - begin), width,
+        const_cast<typename S::Operand*>(packed.keys) + begin * depth_of<Product>(dim));
   }
   for (; j < end; j += width) {
     const Matrix<Element> rows = key.rows(first + j, smaller(width, end - j), buffer);

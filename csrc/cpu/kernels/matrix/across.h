@@ -31,18 +31,35 @@ ATTN_EXT_INLINE void store_halves(Vec<float> v, Element* lower, Element* upper) 
 #endif
 }
 
-// to (kSquareRows, kSquareColumns) = columns `from`, column_stride apart.
+// The first `count` elements, fewer than a vector has, as they are, and zeros.
 template <typename Element>
-ATTN_EXT_INLINE void turn_square(const Element* from, int64_t column_stride, Element* to, int64_t to_stride) {
+ATTN_EXT_INLINE Vec<Compute<Element>> load_first(const Element* p, int64_t count) {
+  if constexpr (sizeof(Element) >= 4) {
+    return load_partial(p, count);
+  } else {
+#if defined(__AVX512BW__)
+    return (Vec<float>)_mm512_maskz_loadu_epi16(static_cast<__mmask32>((1u << count) - 1), p);
+#else
+    constexpr int64_t kHalf = kLanes<float>;
+    HalfBits halves[2] = {load_half_bits_partial(&p->bits, smaller(count, kHalf)), {}};
+    if (count > kHalf) halves[1] = load_half_bits_partial(&p[kHalf].bits, count - kHalf);
+    Vec<float> both;
+    memcpy(&both, halves, sizeof(both));
+    return both;
+#endif
+  }
+}
+
+// to (kSquareRows, kSquareColumns) = columns, of which load_column(i) is a vector.
+template <typename Element, typename LoadColumn>
+ATTN_EXT_INLINE void turn_columns(LoadColumn load_column, Element* to, int64_t to_stride) {
   if constexpr (sizeof(Element) == 2) {
     // A lane is two rows of a column; with that of the next column it makes a pair of each row.
     constexpr int kSide = kLanes<uint32_t>, kHalf = kSide / 2;
     Vec<float> square[kSide];
 #pragma GCC unroll 8
     for (int i = 0; i < kHalf; ++i) {
-      Vec<uint32_t> a, b;
-      memcpy(&a, from + 2 * i * column_stride, sizeof(a));
-      memcpy(&b, from + (2 * i + 1) * column_stride, sizeof(b));
+      const auto a = (Vec<uint32_t>)load_column(2 * i), b = (Vec<uint32_t>)load_column(2 * i + 1);
       square[i] = (Vec<float>)((a & 0xffffu) | (b << 16));
       square[kHalf + i] = (Vec<float>)((a >> 16) | (b & 0xffff0000u));
     }
@@ -55,10 +72,33 @@ ATTN_EXT_INLINE void turn_square(const Element* from, int64_t column_stride, Ele
     constexpr int kSide = kLanes<Element>;
     Vec<Element> square[kSide];
 #pragma GCC unroll 16
-    for (int i = 0; i < kSide; ++i) square[i] = load(from + i * column_stride);
+    for (int i = 0; i < kSide; ++i) square[i] = load_column(i);
     transpose_square<Element>(square);
 #pragma GCC unroll 16
     for (int i = 0; i < kSide; ++i) store(to + i * to_stride, square[i]);
+  }
+}
+
+// The same of columns that lie column_stride apart.
+template <typename Element>
+ATTN_EXT_INLINE void turn_square(const Element* from, int64_t column_stride, Element* to, int64_t to_stride) {
+  turn_columns<Element>(
+      [&](int i) __attribute__((always_inline)) {
+        Vec<Compute<Element>> column;
+        memcpy(&column, from + i * column_stride, sizeof(column));
+        return column;
+      },
+      to, to_stride);
+}
+
+// Of fewer rows than a square has.
+template <typename Element>
+void turn_few_rows(const Element* from, int64_t column_stride, int64_t rows, Element* to, int64_t to_stride) {
+  constexpr int64_t kColumns = kSquareColumns<Element>;
+  Element square[kSquareRows<Element> * kColumns];
+  turn_columns<Element>([&](int i) { return load_first(from + i * column_stride, rows); }, square, kColumns);
+  for (int64_t r = 0; r < rows; ++r) {
+    memcpy(to + r * to_stride, square + r * kColumns, kColumns * sizeof(Element));
   }
 }
 
@@ -89,9 +129,13 @@ __attribute__((noinline)) void copy_across(const Across<Element>& from, Element*
   constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(Element));
   const int64_t stride = from.column_stride, columns = from.columns, rows = from.rows;
   if constexpr (kTurnsSquares<Element>) {
-    if (rows >= kRows && columns >= kColumns) {
+    if (columns >= kColumns) {
       for (int64_t c = 0; c < columns; c += kColumns) {
         const int64_t column = smaller(c, columns - kColumns);
+        if (rows < kRows) {
+          turn_few_rows(from.data + column * stride, stride, rows, to + column, columns);
+          continue;
+        }
         const int64_t later = column + kSquaresAhead<Element> * kColumns, over = later / columns;
         const Element* ahead = from.data + later % columns * stride + over * rows;
         for (int64_t r = 0; r < rows; r += kRows) {

@@ -52,25 +52,6 @@ ATTN_EXT_INLINE void each_operand_in(Vec<typename S::Accum> lanes, int i, Body b
   }
 }
 
-// The first `count` elements, fewer than a vector has, as they are, and zeros.
-template <typename Element>
-ATTN_EXT_INLINE Vec<Compute<Element>> load_first(const Element* p, int64_t count) {
-  if constexpr (sizeof(Element) >= 4) {
-    return load_partial(p, count);
-  } else {
-#if defined(__AVX512BW__)
-    return (Vec<float>)_mm512_maskz_loadu_epi16(static_cast<__mmask32>((1u << count) - 1), p);
-#else
-    constexpr int64_t kHalf = kLanes<float>;
-    HalfBits halves[2] = {load_half_bits_partial(&p->bits, smaller(count, kHalf)), {}};
-    if (count > kHalf) halves[1] = load_half_bits_partial(&p[kHalf].bits, count - kHalf);
-    Vec<float> both;
-    memcpy(&both, halves, sizeof(both));
-    return both;
-#endif
-  }
-}
-
 // Of the columns that are left where Partial. A last square that is not whole is filled up with zeros.
 template <typename S, int Rows, bool Partial>
 void multiply_across(const AcrossProduct<S>& args) {

@@ -48,6 +48,17 @@ ATTN_EXT_INLINE Matrix<Element> rows_of(const TensorView& view, int64_t batch, i
           columns};
 }
 
+// Whether neighbours in memory are elements of one column.
+template <typename Element>
+ATTN_EXT_INLINE bool lies_across(const Matrix<Element>& m) {
+  return m.row_stride == 1 && m.column_stride != 1;
+}
+
+template <typename Element>
+ATTN_EXT_INLINE Matrix<Element> transposed(const Matrix<Element>& m) {
+  return {m.data, m.column_stride, m.row_stride, m.columns, m.rows};
+}
+
 template <typename Element>
 ATTN_EXT_INLINE bool is_dense(const Matrix<Element>& m) {
   return m.column_stride == 1 && m.row_stride == m.columns;

@@ -4,6 +4,8 @@
 //   column panels  (panels, depth, width)      columns of the right operand = rows of the source, transposed
 //   row panels     (panels, depth, width)      columns of the right operand = columns of the source
 // Whatever lies past the source's end is zero, up to whole vectors; vectors wholly past it are not written.
+// Of a source that lies across memory, the transposed one lies along it, and each way is another's of that:
+// rows of the one are columns of the other.
 #pragma once
 
 #include <type_traits>
@@ -71,12 +73,22 @@ ATTN_EXT_INLINE Vec<typename Product::Operand> load_operands_partial(const Eleme
   }
 }
 
+template <typename Product, typename Element>
+void pack_columns_as_rows(const Matrix<Element>& m, typename Product::Operand* out, int64_t stride);
+template <typename Product, typename Element>
+void pack_row_panels(const Matrix<Element>& m, int64_t depth, int64_t width, typename Product::Operand* out,
+                     int64_t panel_stride);
+
 // rows [first, first + count) of the source, `stride` operands apart; each row is written to a whole vector.
 template <typename Product, typename Element>
 void pack_rows(const Matrix<Element>& m, int64_t first, int64_t count, typename Product::Operand* out,
                int64_t stride) {
   using Operand = typename Product::Operand;
   constexpr int64_t kElements = kLanes<Operand> * Product::kDepth;
+  if (lies_across(m) && 2 * count >= kLanes<Operand>) {  // squares of fewer rows take longer
+    return pack_columns_as_rows<Product>(
+        Matrix<Element>{m.data + first, m.column_stride, 1, m.columns, count}, out, stride);
+  }
   for (int64_t r = first; r < first + count; ++r, out += stride) {
     Operand* to = out;
     for (int64_t c = 0; c < m.columns; c += kElements, to += kLanes<Operand>) {
@@ -103,75 +115,100 @@ ATTN_EXT_INLINE void prefetch_rows(const Element* from, int64_t stride, int64_t 
 }
 
 // Column panels of rows that lie across memory, whole panels of them: neighbouring columns have only
-// to be paired. A pair of columns at a time, in the order of memory, the next being asked for.
+// to be paired. A step along the depth at a time, in the order of memory, the next being asked for.
 template <typename Product, typename Element>
-void pair_columns([[maybe_unused]] const Matrix<Element>& m, [[maybe_unused]] int64_t width,
-                  [[maybe_unused]] typename Product::Operand* out) {
-#if defined(ATTN_EXT_HAS_PAIRS)
+void pack_panels_across(const Matrix<Element>& m, int64_t width, typename Product::Operand* out) {
   using Operand = typename Product::Operand;
   constexpr int64_t kWidth = kLanes<Operand>;
-  const int64_t depth = depth_of<Product>(m.columns), pair_stride = 2 * m.column_stride;
+  const int64_t depth = depth_of<Product>(m.columns), stride = Product::kDepth * m.column_stride;
   for (int64_t k = 0; k < depth; ++k, out += width) {
-    const Element* low = m.data + k * pair_stride;
-    const Element* high = low + m.column_stride;
-    const bool has_low = 2 * k < m.columns, has_high = 2 * k + 1 < m.columns;
-    const int64_t next = 2 * k + 3 < m.columns ? pair_stride : 0;
+    const int64_t column = k * Product::kDepth;
+    const Element* low = m.data + k * stride;
+    const int64_t next = column + 2 * Product::kDepth <= m.columns ? stride : 0;
     Product::stay_awake();
     for (int64_t c = 0; c < m.rows; c += width) {
       Operand* to = out + c * depth;
-      for (int64_t i = c; i < c + width; i += 2 * kWidth, to += 2 * kWidth) {
-        __builtin_prefetch(low + next + i);
-        __builtin_prefetch(high + next + i);
-        const auto a = has_low ? load_operands<Product>(low + i) : Vec<Operand>{};
-        const auto b = has_high ? load_operands<Product>(high + i) : Vec<Operand>{};
-        store(to, pair_first_half(a, b));
-        store(to + kWidth, pair_second_half(a, b));
+      if constexpr (Product::kDepth == 1) {
+        for (int64_t i = c; i < c + width; i += kWidth, to += kWidth) {
+          __builtin_prefetch(low + next + i);
+          store(to, column < m.columns ? load_compute(low + i) : Vec<Operand>{});
+        }
+      } else {
+#if defined(ATTN_EXT_HAS_PAIRS)
+        const Element* high = low + m.column_stride;
+        const bool has_low = column < m.columns, has_high = column + 1 < m.columns;
+        for (int64_t i = c; i < c + width; i += 2 * kWidth, to += 2 * kWidth) {
+          __builtin_prefetch(low + next + i);
+          __builtin_prefetch(high + next + i);
+          const auto a = has_low ? load_operands<Product>(low + i) : Vec<Operand>{};
+          const auto b = has_high ? load_operands<Product>(high + i) : Vec<Operand>{};
+          store(to, pair_first_half(a, b));
+          store(to + kWidth, pair_second_half(a, b));
+        }
+#endif
       }
     }
   }
-#endif
+}
+
+// `width` source rows from `first` on, vectors of them, become columns of out (depth, `stride` apart).
+template <typename Product, typename Element>
+void pack_as_columns(const Matrix<Element>& m, int64_t first, int64_t width, typename Product::Operand* out,
+                     int64_t stride) {
+  using Operand = typename Product::Operand;
+  using Accum = typename Product::Accum;  // as wide as an operand, and a type that vectors are shuffled in
+  constexpr int64_t kSide = kLanes<Operand>;
+  constexpr int64_t kElements = kSide * Product::kDepth;
+  const int64_t depth = depth_of<Product>(m.columns);
+  if (lies_across(m)) {
+    const int64_t present = larger(0, smaller(m.rows - first, width));
+    for (int64_t c = round_up(present, kSide); c < width; c += kSide) {
+      for (int64_t k = 0; k < depth; ++k) store(out + k * stride + c, Vec<Operand>{});
+    }
+    return pack_row_panels<Product>(Matrix<Element>{m.data + first, m.column_stride, 1, m.columns, present},
+                                    depth, stride, out, 0);
+  }
+  for (int64_t c = 0; c < width; c += kSide) {
+    for (int64_t k = 0; k < depth; k += kSide) {
+      const int64_t column = k * Product::kDepth;
+      Element block[kSide * kElements];
+      const Element* from = m.data + (first + c) * m.row_stride + column;
+      int64_t from_stride = m.row_stride, rows = smaller(kSide, m.rows - first - c);
+      if (m.column_stride != 1 || column + kElements > m.columns) {
+        gather_block(m, first + c, kSide, column, kElements, block);
+        from = block;
+        from_stride = kElements;
+        rows = kSide;
+      }
+      Vec<Accum> square[kSide];
+      if (rows == kSide) {
+        prefetch_rows(from, from_stride, kSide);
+#pragma GCC unroll 16
+        for (int i = 0; i < kSide; ++i) {
+          square[i] = (Vec<Accum>)load_operands<Product>(from + i * from_stride);
+        }
+      } else {
+        for (int i = 0; i < kSide; ++i) {
+          square[i] = i < rows ? (Vec<Accum>)load_operands<Product>(from + i * from_stride) : Vec<Accum>{};
+        }
+      }
+      transpose_square<Accum>(square);
+      const int64_t steps = smaller(kSide, depth - k);
+      if (steps == kSide) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kSide; ++i) store(out + (k + i) * stride + c, (Vec<Operand>)square[i]);
+      } else {
+        for (int i = 0; i < steps; ++i) store(out + (k + i) * stride + c, (Vec<Operand>)square[i]);
+      }
+    }
+  }
 }
 
 // One panel: `width` source rows from `first` on become the columns of out (depth, width).
 template <typename Product, typename Element>
 void pack_column_panel(const Matrix<Element>& m, int64_t first, int64_t width,
                        typename Product::Operand* out) {
-  using Operand = typename Product::Operand;
-  using Accum = typename Product::Accum;  // as wide as an operand, and a type that vectors are shuffled in
-  constexpr int64_t kSide = kLanes<Operand>;
-  constexpr int64_t kElements = kSide * Product::kDepth;
-  const int64_t depth = depth_of<Product>(m.columns);
-  for (int64_t c = 0; c < width; c += kSide) {
-    for (int64_t k = 0; k < depth; k += kSide) {
-      const int64_t column = k * Product::kDepth;
-      Element block[kSide * kElements];
-      const Element* from = m.data + (first + c) * m.row_stride + column;
-      int64_t stride = m.row_stride, rows = smaller(kSide, m.rows - first - c);
-      if (m.column_stride != 1 || column + kElements > m.columns) {
-        gather_block(m, first + c, kSide, column, kElements, block);
-        from = block;
-        stride = kElements;
-        rows = kSide;
-      }
-      Vec<Accum> square[kSide];
-      if (rows == kSide) {
-        prefetch_rows(from, stride, kSide);
-#pragma GCC unroll 16
-        for (int i = 0; i < kSide; ++i) square[i] = (Vec<Accum>)load_operands<Product>(from + i * stride);
-      } else {
-        for (int i = 0; i < kSide; ++i)
-          square[i] = i < rows ? (Vec<Accum>)load_operands<Product>(from + i * stride) : Vec<Accum>{};
-      }
-      transpose_square<Accum>(square);
-      const int64_t steps = smaller(kSide, depth - k);
-      if (steps == kSide) {
-#pragma GCC unroll 16
-        for (int i = 0; i < kSide; ++i) store(out + (k + i) * width + c, (Vec<Operand>)square[i]);
-      } else {
-        for (int i = 0; i < steps; ++i) store(out + (k + i) * width + c, (Vec<Operand>)square[i]);
-      }
-    }
-  }
+  pack_as_columns<Product>(m, first, width, out, width);
 }
 
 // One vector of operand row k of a row panel: elements of a source row, or of a pair of them interleaved.
@@ -203,39 +240,18 @@ ATTN_EXT_INLINE Vec<typename Product::Operand> load_row_operands_partial(const E
   }
 }
 
-// Of row panels a square, `side` operand rows of as many columns, of rows that lie across memory: pairs of
-// rows are neighbours there, and the square is turned around.
-template <typename Product, typename Element>
-ATTN_EXT_INLINE void turn_pairs(const Element* from, int64_t column_stride, typename Product::Operand* out,
-                                int64_t width) {
-  using Operand = typename Product::Operand;
-  using Accum = typename Product::Accum;
-  constexpr int64_t kSide = kLanes<Operand>;
-  Vec<Accum> square[kSide];
-#pragma GCC unroll 16
-  for (int i = 0; i < kSide; ++i) square[i] = (Vec<Accum>)load_operands<Product>(from + i * column_stride);
-  transpose_square<Accum>(square);
-#pragma GCC unroll 16
-  for (int i = 0; i < kSide; ++i) store(out + i * width, (Vec<Operand>)square[i]);
-}
-
 // The first `depth` operand rows of every panel of `width` columns; panels lie panel_stride operands apart.
 template <typename Product, typename Element>
 void pack_row_panels(const Matrix<Element>& m, int64_t depth, int64_t width, typename Product::Operand* out,
                      int64_t panel_stride) {
   constexpr int64_t kWidth = kLanes<typename Product::Operand>;
-  int64_t turned = 0;  // operand rows of whole squares of rows that lie across memory
-  if constexpr (Product::kDepth == 2 && sizeof(Element) == 2) {
-    if (m.row_stride == 1 && m.column_stride != 1 && m.columns % kWidth == 0) {
-      for (; turned + kWidth <= depth && 2 * (turned + kWidth) <= m.rows; turned += kWidth) {
-        for (int64_t column = 0; column < m.columns; column += kWidth) {
-          turn_pairs<Product>(m.data + 2 * turned + column * m.column_stride, m.column_stride,
-                              out + column / width * panel_stride + turned * width + column % width, width);
-        }
-      }
+  if (lies_across(m) && depth == depth_of<Product>(m.rows)) {
+    for (int64_t c = 0; c < m.columns; c += width, out += panel_stride) {
+      pack_as_columns<Product>(transposed(m), c, round_up(smaller(width, m.columns - c), kWidth), out, width);
     }
+    return;
   }
-  for (int64_t k = turned; k < depth; ++k) {
+  for (int64_t k = 0; k < depth; ++k) {
     const int64_t row = k * Product::kDepth;
     const Element* from = m.data + row * m.row_stride;
     const bool in_rows = m.column_stride == 1 && row + Product::kDepth <= m.rows;
@@ -264,6 +280,34 @@ ATTN_EXT_INLINE bool are_operands(const Matrix<Element>& m) {
          reinterpret_cast<uintptr_t>(m.data) % sizeof(Operand) == 0;
 }
 
+// Some rows, in pairs, of as many columns as a line of memory has: the columns become rows of `out`. Each
+// line is read once, as rows a power of two apart share the few places of a set of the cache.
+template <typename Product, typename Element>
+ATTN_EXT_INLINE void turn_pairs(const Element* from, int64_t row_stride, typename Product::Operand* out,
+                                int64_t stride) {
+  using Operand = typename Product::Operand;
+  using Accum = typename Product::Accum;
+  constexpr int64_t kSide = kLanes<Operand>, kLine = 2 * kSide;
+  Vec<Accum> even[kSide], odd[kSide];  // of two columns that are a pair in memory
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < kSide; ++i) {
+    const Element *first = from + 2 * i * row_stride, *second = first + row_stride;
+    Vec<Operand> a, b;
+    memcpy(&a, first, sizeof(a));
+    memcpy(&b, second, sizeof(b));
+    __builtin_prefetch(first + kLine, 0, 2);
+    __builtin_prefetch(second + kLine, 0, 2);
+    even[i] = (Vec<Accum>)((a & 0xffffu) | (b << 16));
+    odd[i] = (Vec<Accum>)((a >> 16) | (b & 0xffff0000u));
+  }
+  transpose_square<Accum>(even);
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < kSide; ++i) store(out + 2 * i * stride, (Vec<Operand>)even[i]);
+  transpose_square<Accum>(odd);
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < kSide; ++i) store(out + (2 * i + 1) * stride, (Vec<Operand>)odd[i]);
+}
+
 // The columns of m as left operand, each a row of its own along m's rows, `stride` operands apart; zeros past
 // m's last row, up to whole vectors.
 template <typename Product, typename Element>
@@ -271,8 +315,16 @@ void pack_columns_as_rows(const Matrix<Element>& m, typename Product::Operand* o
   using Accum = typename Product::Accum;
   constexpr int64_t kSide = kLanes<typename Product::Operand>;
   constexpr int64_t kElements = kSide * Product::kDepth;
+  if (lies_across(m)) return pack_rows<Product>(transposed(m), 0, m.columns, out, stride);
   for (int64_t row = 0; row < m.rows; row += kElements) {
-    for (int64_t column = 0; column < m.columns; column += kSide) {
+    int64_t column = 0;
+    if constexpr (Product::kDepth == 2 && sizeof(Element) == 2) {
+      for (; row + kElements <= m.rows && column + 2 * kSide <= m.columns; column += 2 * kSide) {
+        turn_pairs<Product>(m.data + row * m.row_stride + column, m.row_stride,
+                            out + column * stride + row / Product::kDepth, stride);
+      }
+    }
+    for (; column < m.columns; column += kSide) {
       Element block[kElements * kSide];
       const Element* from = m.data + row * m.row_stride + column;
       int64_t row_stride = m.row_stride;
