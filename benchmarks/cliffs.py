@@ -175,10 +175,15 @@ def walks() -> dict[str, list[Call]]:
         "layout": named(
             ["bhld", "blhd", "bhdl", "hdbl"], lambda order: Call(f"in memory {order}", layout=order)
         ),
-        "layout_few_rows": named(
-            ["bhld", "blhd", "bhdl"],
-            lambda order: Call(f"in memory {order}, 4 rows", layout=order, query_length=4, key_length=4096),
-        ),
+        **{
+            f"layout_{rows}_rows": named(
+                ["bhld", "blhd", "bhdl"],
+                lambda order, rows=rows: Call(
+                    f"in memory {order}, {rows} rows", layout=order, query_length=rows, key_length=4096
+                ),
+            )
+            for rows in (1, 4, 8, 16, 32, 128)
+        },
         "mask": named(
             ["none", "keys", "bool", "shared", "float"],
             lambda kind: Call(f"mask {kind}", mask=kind, key_length=1024),

@@ -7,6 +7,7 @@
 #include "../matrix/across.h"
 #include "../matrix/matrix.h"
 #include "../matrix/scheme.h"
+#include "../scores/visible_keys.h"
 #include "../vector/convert.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {

@@ -293,8 +293,7 @@ ValueStretch<S> QueryBlock<S>::finite_stretch(int64_t column, Range stretch) {
     const Matrix<Element> m = values_of(column, width, stretch);
     find_bad_rows(m, *s_.bad_keys);
     if (s_.bad_keys->count > 0 || reads_values_in_place()) {
-      pack_row_panels<Product>(finite_only(m, s_.finite_values), depth_of<Product>(m.rows), width,
-                               s_.finite_value_operands, 0);
+      pack_row_panels<Product>(finite_only(m, s_.finite_values), width, s_.finite_value_operands, 0);
     }
     finite_keys_ = keys;
     finite_column_ = column;

@@ -104,7 +104,7 @@ void pack_values(const ForwardParams& params, const ForwardPlan& plan, const Pac
   const int64_t width = packed.values.row_stride;
   for (int64_t j = begin; j < end; j += S::kPanel) {
     const Matrix<Element> rows = value.rows(first + j, smaller(S::kPanel, end - j), buffer);
-    pack_row_panels<Product>(rows, depth_of<Product>(rows.rows), width,
+    pack_row_panels<Product>(rows, width,
                              const_cast<typename S::Operand*>(packed.values.data) + j / S::kDepth * width,
                              packed.values.panel_stride);
   }

@@ -129,13 +129,16 @@ __attribute__((noinline)) void copy_across(const Across<Element>& from, Element*
   constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(Element));
   const int64_t stride = from.column_stride, columns = from.columns, rows = from.rows;
   if constexpr (kTurnsSquares<Element>) {
+    if (columns >= kColumns && rows < kRows) {
+      for (int64_t c = 0; c < columns; c += kColumns) {
+        const int64_t column = smaller(c, columns - kColumns);
+        turn_few_rows(from.data + column * stride, stride, rows, to + column, columns);
+      }
+      return;
+    }
     if (columns >= kColumns) {
       for (int64_t c = 0; c < columns; c += kColumns) {
         const int64_t column = smaller(c, columns - kColumns);
-        if (rows < kRows) {
-          turn_few_rows(from.data + column * stride, stride, rows, to + column, columns);
-          continue;
-        }
         const int64_t later = column + kSquaresAhead<Element> * kColumns, over = later / columns;
         const Element* ahead = from.data + later % columns * stride + over * rows;
         for (int64_t r = 0; r < rows; r += kRows) {

@@ -28,7 +28,7 @@ ATTN_EXT_INLINE Vec<uint32_t> exponents_carried(const Element* p) {
 template <typename Element>
 bool all_finite(Matrix<Element> m) {
   using T = Compute<Element>;
-  if (m.row_stride == 1 && m.column_stride != 1) m = {m.data, m.column_stride, 1, m.columns, m.rows};
+  if (lies_across(m)) m = transposed(m);
   if (m.column_stride == 1 && m.row_stride == m.columns) {  // one long row
     m.columns *= m.rows;
     m.rows = 1;

@@ -3,7 +3,8 @@
 //   left rows      (rows, depth)               row stride kept by the caller
 //   column panels  (panels, depth, width)      columns of the right operand = rows of the source, transposed
 //   row panels     (panels, depth, width)      columns of the right operand = columns of the source
-// Whatever lies past the source's end is zero, up to whole vectors; vectors wholly past it are not written.
+// Whatever lies past the source's end is zero: of a column panel all, of rows and row panels up to whole
+// vectors, and vectors wholly past it are not written.
 // Of a source that lies across memory, the transposed one lies along it, and each way is another's of that:
 // rows of the one are columns of the other.
 #pragma once
@@ -76,7 +77,7 @@ ATTN_EXT_INLINE Vec<typename Product::Operand> load_operands_partial(const Eleme
 template <typename Product, typename Element>
 void pack_columns_as_rows(const Matrix<Element>& m, typename Product::Operand* out, int64_t stride);
 template <typename Product, typename Element>
-void pack_row_panels(const Matrix<Element>& m, int64_t depth, int64_t width, typename Product::Operand* out,
+void pack_row_panels(const Matrix<Element>& m, int64_t width, typename Product::Operand* out,
                      int64_t panel_stride);
 
 // rows [first, first + count) of the source, `stride` operands apart; each row is written to a whole vector.
@@ -89,11 +90,14 @@ void pack_rows(const Matrix<Element>& m, int64_t first, int64_t count, typename 
     return pack_columns_as_rows<Product>(
         Matrix<Element>{m.data + first, m.column_stride, 1, m.columns, count}, out, stride);
   }
+  constexpr int64_t kRowsAhead = 16;
+  const bool asks = count >= kRowsAhead && m.column_stride == 1 && m.row_stride != m.columns;
   for (int64_t r = first; r < first + count; ++r, out += stride) {
     Operand* to = out;
     for (int64_t c = 0; c < m.columns; c += kElements, to += kLanes<Operand>) {
       Element block[kElements];
       const Element* from = m.data + r * m.row_stride + c;
+      if (asks) __builtin_prefetch(from + kRowsAhead * m.row_stride, 0, 2);
       if (m.column_stride == 1 && c + kElements > m.columns) {
         store(to, load_operands_partial<Product>(from, m.columns - c));
         continue;
@@ -151,7 +155,8 @@ void pack_panels_across(const Matrix<Element>& m, int64_t width, typename Produc
   }
 }
 
-// `width` source rows from `first` on, vectors of them, become columns of out (depth, `stride` apart).
+// Rows that lie along memory: `width` of them from `first` on, vectors of them, become columns of out (depth,
+// `stride` apart).
 template <typename Product, typename Element>
 void pack_as_columns(const Matrix<Element>& m, int64_t first, int64_t width, typename Product::Operand* out,
                      int64_t stride) {
@@ -160,14 +165,6 @@ void pack_as_columns(const Matrix<Element>& m, int64_t first, int64_t width, typ
   constexpr int64_t kSide = kLanes<Operand>;
   constexpr int64_t kElements = kSide * Product::kDepth;
   const int64_t depth = depth_of<Product>(m.columns);
-  if (lies_across(m)) {
-    const int64_t present = larger(0, smaller(m.rows - first, width));
-    for (int64_t c = round_up(present, kSide); c < width; c += kSide) {
-      for (int64_t k = 0; k < depth; ++k) store(out + k * stride + c, Vec<Operand>{});
-    }
-    return pack_row_panels<Product>(Matrix<Element>{m.data + first, m.column_stride, 1, m.columns, present},
-                                    depth, stride, out, 0);
-  }
   for (int64_t c = 0; c < width; c += kSide) {
     for (int64_t k = 0; k < depth; k += kSide) {
       const int64_t column = k * Product::kDepth;
@@ -208,7 +205,15 @@ void pack_as_columns(const Matrix<Element>& m, int64_t first, int64_t width, typ
 template <typename Product, typename Element>
 void pack_column_panel(const Matrix<Element>& m, int64_t first, int64_t width,
                        typename Product::Operand* out) {
-  pack_as_columns<Product>(m, first, width, out, width);
+  using Operand = typename Product::Operand;
+  constexpr int64_t kSide = kLanes<Operand>;
+  if (!lies_across(m)) return pack_as_columns<Product>(m, first, width, out, width);
+  const int64_t depth = depth_of<Product>(m.columns), present = larger(0, smaller(m.rows - first, width));
+  for (int64_t c = round_up(present, kSide); c < width; c += kSide) {
+    for (int64_t k = 0; k < depth; ++k) store(out + k * width + c, Vec<Operand>{});
+  }
+  pack_row_panels<Product>(Matrix<Element>{m.data + first, m.column_stride, 1, m.columns, present}, width,
+                           out, 0);
 }
 
 // One vector of operand row k of a row panel: elements of a source row, or of a pair of them interleaved.
@@ -240,17 +245,18 @@ ATTN_EXT_INLINE Vec<typename Product::Operand> load_row_operands_partial(const E
   }
 }
 
-// The first `depth` operand rows of every panel of `width` columns; panels lie panel_stride operands apart.
+// Panels of `width` columns, panel_stride operands apart.
 template <typename Product, typename Element>
-void pack_row_panels(const Matrix<Element>& m, int64_t depth, int64_t width, typename Product::Operand* out,
+void pack_row_panels(const Matrix<Element>& m, int64_t width, typename Product::Operand* out,
                      int64_t panel_stride) {
   constexpr int64_t kWidth = kLanes<typename Product::Operand>;
-  if (lies_across(m) && depth == depth_of<Product>(m.rows)) {
+  if (lies_across(m)) {
     for (int64_t c = 0; c < m.columns; c += width, out += panel_stride) {
       pack_as_columns<Product>(transposed(m), c, round_up(smaller(width, m.columns - c), kWidth), out, width);
     }
     return;
   }
+  const int64_t depth = depth_of<Product>(m.rows);
   for (int64_t k = 0; k < depth; ++k) {
     const int64_t row = k * Product::kDepth;
     const Element* from = m.data + row * m.row_stride;
@@ -280,14 +286,14 @@ ATTN_EXT_INLINE bool are_operands(const Matrix<Element>& m) {
          reinterpret_cast<uintptr_t>(m.data) % sizeof(Operand) == 0;
 }
 
-// Some rows, in pairs, of as many columns as a line of memory has: the columns become rows of `out`. Each
-// line is read once, as rows a power of two apart share the few places of a set of the cache.
+// Some rows, in pairs, of two vectors of columns, which become rows of `out`. Where vectors are a line of
+// memory each is read once, as rows a power of two apart share the few places of a set of the cache.
 template <typename Product, typename Element>
 ATTN_EXT_INLINE void turn_pairs(const Element* from, int64_t row_stride, typename Product::Operand* out,
                                 int64_t stride) {
   using Operand = typename Product::Operand;
   using Accum = typename Product::Accum;
-  constexpr int64_t kSide = kLanes<Operand>, kLine = 2 * kSide;
+  constexpr int64_t kSide = kLanes<Operand>, kLine = 64 / static_cast<int64_t>(sizeof(Element));
   Vec<Accum> even[kSide], odd[kSide];  // of two columns that are a pair in memory
 #pragma GCC unroll 16
   for (int64_t i = 0; i < kSide; ++i) {
@@ -394,7 +400,7 @@ Operands<typename S::Operand> right_operands(const Matrix<typename S::Element>& 
     if (in_place && m.column_stride == 1 && m.columns % S::kLane == 0) return {m.data, m.row_stride, width};
   }
   const int64_t panel_stride = depth_of<Product>(most_rows) * width;
-  pack_row_panels<Product>(m, depth_of<Product>(m.rows), width, buffer, panel_stride);
+  pack_row_panels<Product>(m, width, buffer, panel_stride);
   return {buffer, width, panel_stride};
 }
 

@@ -156,7 +156,7 @@ Operands<typename S::Operand> key_depth_rows(const KeyPack<S>& pack, const Matri
     pack_columns_as_rows<Product>(finite, out, stride);
     return {out, stride, 0};
   }
-  pack_row_panels<Product>(finite, depth_of<Product>(key.rows), width, out, 0);
+  pack_row_panels<Product>(finite, width, out, 0);
   if constexpr (!S::kPaired) {
     for (int64_t i = 0; centred && i < key.rows * width; i += S::kLane) {
       store(out + i, load(out + i) - load(pack.centre + i % width));
