@@ -21,11 +21,16 @@ namespace gpu {
 
 constexpr int kLanes = 32, kMostWarps = 8;
 
-struct Warp {
-  std::barrier<> barrier{kLanes};
+/// What the lanes of a warp give each other.
+struct Exchange {
   std::array<const void*, kLanes> addresses{};
   std::array<std::array<uint32_t, 6>, kLanes> numbers{};
   std::array<uint32_t, kLanes> words{};
+};
+
+struct Warp {
+  std::barrier<> barrier{kLanes};
+  std::array<Exchange, 2> exchanges;  // in turns: who is ahead by one leaves that of the others alone
 };
 
 struct Block {
@@ -79,6 +84,17 @@ inline Warp& warp() {
 }
 inline int lane() {
   return thread.x % kLanes;
+}
+
+inline thread_local int turn = 0;
+
+/// When each lane has given its part.
+template <class Give>
+const Exchange& exchange(Give give) {
+  Exchange& one = warp().exchanges[turn ^= 1];
+  give(one);
+  warp().barrier.arrive_and_wait();
+  return one;
 }
 
 /// Runs a kernel over a grid.
@@ -159,12 +175,9 @@ inline void __syncthreads() {
 
 template <class Word>
 Word __shfl_xor_sync(unsigned, Word word, int other) {
-  gpu::Warp& warp = gpu::warp();
-  warp.words[gpu::lane()] = std::bit_cast<uint32_t>(word);
-  warp.barrier.arrive_and_wait();
-  const uint32_t result = warp.words[gpu::lane() ^ other];
-  warp.barrier.arrive_and_wait();
-  return std::bit_cast<Word>(result);
+  const auto& given =
+      gpu::exchange([&](gpu::Exchange& to) { to.words[gpu::lane()] = std::bit_cast<uint32_t>(word); });
+  return std::bit_cast<Word>(given.words[gpu::lane() ^ other]);
 }
 
 using std::max;

@@ -54,16 +54,13 @@ inline u32 pack(float low, float high) {
 /// A lane gets of each matrix two numbers, of what `row` and `column` of a pair name for it.
 template <class Row, class Column>
 void load_four(u32 (&r)[4], const u16* shared, Row row, Column column) {
-  gpu::Warp& warp = gpu::warp();
-  warp.addresses[gpu::lane()] = shared;
-  warp.barrier.arrive_and_wait();
+  const auto& given = gpu::exchange([&](gpu::Exchange& to) { to.addresses[gpu::lane()] = shared; });
   for (int matrix = 0; matrix < 4; ++matrix) {
     const auto number = [&](int i) -> u32 {
-      return static_cast<const u16*>(warp.addresses[matrix * 8 + row(i)])[column(i)];
+      return static_cast<const u16*>(given.addresses[matrix * 8 + row(i)])[column(i)];
     };
     r[matrix] = number(0) | number(1) << 16;
   }
-  warp.barrier.arrive_and_wait();
 }
 
 inline void load_matrices(u32 (&r)[4], const u16* shared) {
@@ -81,12 +78,11 @@ inline void load_matrices_transposed(u32 (&r)[4], const u16* shared) {
 /// A lane has of a the rows g and g + 8 at columns 2 t, 2 t + 1 and 8 beyond, of b the columns g at rows of
 /// these numbers, and of c rows g and g + 8 at columns 2 t and 2 t + 1, with g = lane / 4 and t = lane % 4.
 inline void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  gpu::Warp& warp = gpu::warp();
   const int lane = gpu::lane();
-  warp.numbers[lane] = {a[0], a[1], a[2], a[3], b0, b1};
-  warp.barrier.arrive_and_wait();
+  const auto& given =
+      gpu::exchange([&](gpu::Exchange& to) { to.numbers[lane] = {a[0], a[1], a[2], a[3], b0, b1}; });
   const auto number = [&](int of, int word, int half) {
-    return unpack(static_cast<u16>(warp.numbers[of][word] >> (16 * half)));
+    return unpack(static_cast<u16>(given.numbers[of][word] >> (16 * half)));
   };
   for (int i = 0; i < 4; ++i) {
     const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
@@ -97,5 +93,4 @@ inline void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     }
     c[i] += sum;
   }
-  warp.barrier.arrive_and_wait();
 }

@@ -16,12 +16,9 @@ inline float number_at(u64 tile, int line, int column, bool across) {
 }
 
 inline int same_in_warp(int number) {
-  gpu::Warp& warp = gpu::warp();
-  warp.words[gpu::lane()] = static_cast<u32>(number);
-  warp.barrier.arrive_and_wait();
-  const u32 first = warp.words[0];
-  warp.barrier.arrive_and_wait();
-  return static_cast<int>(first);
+  const auto& given =
+      gpu::exchange([&](gpu::Exchange& to) { to.words[gpu::lane()] = static_cast<u32>(number); });
+  return static_cast<int>(given.words[0]);
 }
 
 template <int columns>
@@ -61,13 +58,10 @@ void multiply_tiles(Numbers<columns>& c, u64 a, u64 b, int adds) {
 
 template <int columns>
 void multiply_rounded(Numbers<columns>& c, const u32 (&a)[4], u64 b) {
-  gpu::Warp& warp = gpu::warp();
   const int lane = gpu::lane();
-  warp.numbers[lane] = {a[0], a[1], a[2], a[3]};
-  warp.barrier.arrive_and_wait();
+  const auto& given = gpu::exchange([&](gpu::Exchange& to) { to.numbers[lane] = {a[0], a[1], a[2], a[3]}; });
   std::array<std::array<u32, 6>, 4> four;  // of the lanes that have this one's rows
-  std::copy_n(warp.numbers.begin() + lane / 4 * 4, 4, four.begin());
-  warp.barrier.arrive_and_wait();
+  std::copy_n(given.numbers.begin() + lane / 4 * 4, 4, four.begin());
   gpu::products.begin([&c, four, b] {
     multiply(c, b, true, [&](int i, int k) {
       const u32 word = four[k % 8 / 2][i / 2 + k / 8 * 2];
