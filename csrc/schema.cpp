@@ -40,7 +40,7 @@
 
 #define ATTN_EXT_TILE                                                                                \
   "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? seed, float scale, float softcap, " \
-  "float dropout_p, int low, int high"
+  "float dropout_p, int low, int high, int first_batch, int batch_step"
 
 TORCH_LIBRARY(attn_ext, m) {
   m.def("sdpa(" ATTN_EXT_PUBLIC_ARGS ") -> Tensor", {at::Tag::nondeterministic_seeded});

@@ -5,8 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import test_packed
 import torch
 
+import attn_ext
 from attn_ext import reference
 from attn_ext._library import _C
 from attn_ext.testing import (
@@ -77,6 +79,37 @@ def test_dropout_is_accurate(case, op):
     assert "_tile_attend" in called and all(name.startswith("_tile_") for name in called)
     differentiable = op in ("sdpa", "sdpa_with_lse") and case.name != "bias"  # others by the composition
     assert ("_tile_grads" in called) == differentiable
+
+
+@by_gpu
+@by_dtype
+@pytest.mark.parametrize("options", test_packed.OPTIONS.values(), ids=test_packed.OPTIONS)
+@pytest.mark.parametrize("lengths", ["mixed", "powers", "decode"])
+def test_packed_sequences_go_by_kernels(lengths, options, dtype, gpu):
+    with gpu_of(gpu) as called:
+        test_packed.test_outputs_and_gradients_are_those_of_the_reference(
+            test_packed.LENGTHS[lengths], options, dtype, "cpu"
+        )
+    if gpu in ("hopper", "ampere") and options in ({}, {"is_causal": True}):
+        assert called
+
+
+def test_packed_sequences_with_dropout_go_by_tiles():
+    """Each with the draws that it has in a batch of them."""
+    (query, key, value), sides = test_packed.packed([(70, 90), (40, 40), (1, 200)], torch.bfloat16)
+    leaves = [t.requires_grad_() for t in (query, key, value)]
+
+    def run():
+        torch.manual_seed(3)
+        output = attn_ext.sdpa_packed(*leaves, *sides, enable_gqa=True, is_causal=True, dropout_p=0.3)
+        return output, *torch.autograd.grad(output.float().square().sum(), leaves)
+
+    expected = run()
+    with gpu_of("hopper") as called:
+        results = run()
+    assert set(called) == {"_tile_attend", "_tile_grads"}
+    for result, of_cpu in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, of_cpu, rtol=0.03, atol=0.03 * of_cpu.abs().max().item())
 
 
 def explain(query, key, value, **options):

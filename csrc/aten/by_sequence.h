@@ -4,7 +4,10 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <limits>
+
 #include "../checks.h"
+#include "../memory_order.h"
 #include "../sequences.h"
 #include "contract.h"
 
@@ -96,6 +99,33 @@ inline SavedOutputs of_sequence(const SavedOutputs& saved, const Sequence& seque
           rows(saved.lse, -1),
           rows(saved.delta, -1),
           {}};
+}
+
+/// A forward pass over packed sequences, of `forward(args of a sequence)`.
+template <class Forward>
+SdpaOutputs forward_by_sequence(const SdpaArgs& args, Forward forward) {
+  check_args(args);
+  constexpr double kNothingSeen = -std::numeric_limits<double>::infinity();
+  SdpaOutputs outputs = outputs_by_sequence(
+      args, kNothingSeen, [&](const SdpaArgs& one, const Sequence&) { return forward(one); });
+  outputs.output = in_order(outputs.output, memory_order(args.query, outputs.output.dim()));
+  return outputs;
+}
+
+/// The backward pass, of `backward(grads, args, saved)` of a sequence.
+template <class Backward>
+SdpaInputs backward_by_sequence(const SdpaOutputs& grads, const SdpaArgs& args, const SavedOutputs& saved,
+                                Backward backward) {
+  SdpaInputs gradients = gradients_by_sequence(args, [&](const SdpaArgs& one, const Sequence& sequence) {
+    return backward(of_sequence(grads, sequence), one, of_sequence(saved, sequence));
+  });
+  const auto lay_out = [](at::Tensor& gradient, const at::Tensor& input) {
+    gradient = gradient.defined() ? in_order(gradient, memory_order(input, input.dim())) : gradient;
+  };
+  lay_out(gradients.query, args.query);
+  lay_out(gradients.key, args.key);
+  lay_out(gradients.value, args.value);
+  return gradients;
 }
 
 /// The same of a direction in which the inputs move.

@@ -5,8 +5,6 @@
 
 #include <torch/library.h>
 
-#include <limits>
-
 #include "backward_chunk.h"
 #include "by_sequence.h"
 #include "chunk.h"
@@ -18,12 +16,7 @@ namespace attn_ext {
 SdpaOutputs forward_aten(const SdpaArgs& args, SideOutputs wanted) {
   check_packed(args, wanted);
   if (args.sequences.defined()) {
-    check_args(args);
-    constexpr double kNothingSeen = -std::numeric_limits<double>::infinity();
-    SdpaOutputs outputs = outputs_by_sequence(
-        args, kNothingSeen, [](const SdpaArgs& one, const Sequence&) { return forward_aten(one, {}); });
-    outputs.output = in_order(outputs.output, memory_order(args.query, outputs.output.dim()));
-    return outputs;
+    return forward_by_sequence(args, [](const SdpaArgs& one) { return forward_aten(one, {}); });
   }
   const Problem problem = make_problem(args, /*for_derivatives=*/false);
   WholeOutputs outputs(problem, wanted);
@@ -43,16 +36,10 @@ SdpaInputs backward_aten(const SdpaOutputs& grads, const SdpaArgs& args, const S
                          InputMask wanted) {
   check_backward(grads, args, saved, wanted);
   if (args.sequences.defined()) {
-    SdpaInputs gradients = gradients_by_sequence(args, [&](const SdpaArgs& one, const Sequence& sequence) {
-      return backward_aten(of_sequence(grads, sequence), one, of_sequence(saved, sequence), wanted);
-    });
-    const auto lay_out = [](at::Tensor& gradient, const at::Tensor& input) {
-      gradient = gradient.defined() ? in_order(gradient, memory_order(input, input.dim())) : gradient;
-    };
-    lay_out(gradients.query, args.query);
-    lay_out(gradients.key, args.key);
-    lay_out(gradients.value, args.value);
-    return gradients;
+    return backward_by_sequence(
+        grads, args, saved, [&](const SdpaOutputs& incoming, const SdpaArgs& one, const SavedOutputs& own) {
+          return backward_aten(incoming, one, own, wanted);
+        });
   }
   const Problem problem = make_problem(args, /*for_derivatives=*/false);
   const OutputGrads canonical = canonical_grads(problem, grads);

@@ -32,9 +32,6 @@ const char* why_composed(const SdpaArgs& args, const Problem& problem, const Pur
   if (at::globalContext().hasROCM()) {
     return "an AMD GPU, on which none of the kernels was tried";
   }
-  if (args.sequences.defined()) {
-    return "packed sequences";
-  }
   if (problem.dropout_p > 0.0) {
     return "dropout: the fused kernels draw other numbers";
   }
@@ -154,8 +151,7 @@ class Planner {
     const auto& context = at::globalContext();
     const bool is_wanted = context.userEnabledFlashSDP() || context.userEnabledMemEfficientSDP() ||
                            context.userEnabledCuDNNSDP();
-    const bool is_part = args_.sequences.defined() || args_.unrounded || purpose_.has_delta ||
-                         args_.dropout_origin.has_value() || args_.first_batch != 0 || args_.batch_step != 1;
+    const bool is_part = args_.unrounded || purpose_.has_delta || args_.dropout_origin.has_value();
     const bool is_drawn_once = problem.dropout_p == 0.0 || args_.dropout_seed.dim() == 0;
     return is_wanted && !is_part && is_drawn_once && is_half(problem.dtype) &&
            !purpose_.takes_grads_of_sides && !purpose_.wants_bias_grad && std::isfinite(problem.scale) &&
@@ -195,6 +191,8 @@ class Planner {
     tiles.scale = problem.scale;
     tiles.softcap = problem.softcap;
     tiles.dropout_p = problem.dropout_p;
+    tiles.first_batch = args_.first_batch;
+    tiles.batch_step = args_.batch_step;
     return true;
   }
 

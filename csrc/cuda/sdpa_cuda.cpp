@@ -17,6 +17,7 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include "../aten/by_sequence.h"
 #include "../aten/sdpa_aten.h"
 #include "plan.h"
 #include "sdpa_cuda.h"
@@ -87,6 +88,10 @@ SdpaOutputs forward_by_tiles(const SdpaArgs& args, const Plan& plan, SideOutputs
 }
 
 SdpaOutputs forward(const SdpaArgs& args, SideOutputs wanted, bool wants_lse) {
+  check_packed(args, wanted);
+  if (args.sequences.defined()) {
+    return forward_by_sequence(args, [&](const SdpaArgs& one) { return forward(one, {}, wants_lse); });
+  }
   const Plan plan = make_plan(args, {.sides = wanted, .wants_lse = wants_lse || args.sinks.defined()});
   if (plan.backend == Backend::kComposition) {
     return forward_aten(args, wanted);
@@ -189,9 +194,8 @@ ViewGrads fused_grads(const SdpaOutputs& grads, const Plan& plan, const at::Tens
   return {fused.query, of_all_keys(fused.key), of_all_keys(fused.value), fused.bias};
 }
 
-SdpaInputs backward(const SdpaOutputs& grads, const SdpaArgs& args, const SavedOutputs& saved,
-                    InputMask wanted) {
-  check_backward(grads, args, saved, wanted);
+SdpaInputs backward_of_one(const SdpaOutputs& grads, const SdpaArgs& args, const SavedOutputs& saved,
+                           InputMask wanted) {
   const Plan plan =
       make_plan(args, {.is_backward = true,
                        .takes_grads_of_sides = grads.weights.defined() || grads.key_mass.defined(),
@@ -243,6 +247,18 @@ SdpaInputs backward(const SdpaOutputs& grads, const SdpaArgs& args, const SavedO
     gradients.sinks = sinks_grad(args, plan, lse, delta);
   }
   return gradients;
+}
+
+SdpaInputs backward(const SdpaOutputs& grads, const SdpaArgs& args, const SavedOutputs& saved,
+                    InputMask wanted) {
+  check_backward(grads, args, saved, wanted);
+  if (!args.sequences.defined()) {
+    return backward_of_one(grads, args, saved, wanted);
+  }
+  return backward_by_sequence(grads, args, saved,
+                              [&](const SdpaOutputs& incoming, const SdpaArgs& one, const SavedOutputs& own) {
+                                return backward_of_one(incoming, one, own, wanted);
+                              });
 }
 
 }  // namespace

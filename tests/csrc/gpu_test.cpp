@@ -91,6 +91,8 @@ const std::vector<Case> kCases{
     {"scale of 0", 1, 1, 1, 128, 64, -1000000, 1000000, 0.0F, 0, 0.0, kNoLimit, 0, 0, 0, 0, 0.0F},
 };
 
+constexpr int kFirstBatch = 3, kBatchStep = 2;  // of the draws
+
 /// As csrc/aten/dropout.cpp has it.
 uint32_t draw(uint64_t seed, uint32_t batch, uint32_t head, uint32_t row, uint32_t column) {
   uint32_t c[4] = {16 * (column / 64) + column % 16, row, head, batch};
@@ -253,7 +255,8 @@ struct Data {
     if (one.dropout_p == 0.0) {
       return 1.0;
     }
-    const uint32_t drawn = draw(static_cast<uint64_t>(seed), head / one.heads, head % one.heads, row, column);
+    const uint32_t drawn = draw(static_cast<uint64_t>(seed), head / one.heads * kBatchStep + kFirstBatch,
+                                head % one.heads, row, column);
     return drawn >= std::ldexp(one.dropout_p, 32) ? 1.0 / (1.0 - one.dropout_p) : 0.0;
   }
 
@@ -297,6 +300,8 @@ struct Data {
     if (one.dropout_p > 0.0) {
       p.seed = &seed;
       p.threshold = static_cast<unsigned>(std::min(std::ldexp(one.dropout_p, 32), 4294967295.0));
+      p.first_batch = kFirstBatch;
+      p.batch_step = kBatchStep;
       p.kept = one.dropout_p < 1.0 ? static_cast<float>(1.0 / (1.0 - one.dropout_p)) : 0.0F;
     }
     return p;

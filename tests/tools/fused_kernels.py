@@ -204,11 +204,13 @@ def tile_scores(query, key, mask, scale, softcap, low, high):
     return s.masked_fill((j < i + low) | (j > i + high), -math.inf), slope
 
 
-def tile_multiplier(seed, dropout_p, s):
+def tile_multiplier(seed, dropout_p, s, first_batch, batch_step):
     if seed is None:
         return torch.ones_like(s)
     kept = 1 / (1 - dropout_p) if dropout_p < 1 else 0.0
-    return reference.dropout_keep(seed, dropout_p, s.shape) * kept
+    batches = (s.shape[0] - 1) * batch_step + first_batch + 1
+    keep = reference.dropout_keep(seed, dropout_p, (batches, *s.shape[1:]))
+    return keep[first_batch::batch_step] * kept
 
 
 def weights_from(s: Tensor, lse: Tensor) -> Tensor:
@@ -216,28 +218,28 @@ def weights_from(s: Tensor, lse: Tensor) -> Tensor:
     return (s - lse.unsqueeze(-1)).exp().masked_fill(s.isneginf() | lse.isneginf().unsqueeze(-1), 0)
 
 
-def tile_attend(query, key, value, mask, seed, scale, softcap, dropout_p, low, high):
+def tile_attend(query, key, value, mask, seed, scale, softcap, dropout_p, low, high, *batches):
     assert rows_are_aligned(value) and value.shape[-1] % 16 == 0 and value.shape[-1] <= 128
     s = tile_scores(query, key, mask, scale, softcap, low, high)[0]
     lse = s.logsumexp(-1)
-    weights = weights_from(s, lse) * tile_multiplier(seed, dropout_p, s)
+    weights = weights_from(s, lse) * tile_multiplier(seed, dropout_p, s, *batches)
     return (weights @ spread(value, query).float()).to(query.dtype), lse
 
 
-def tile_weights(query, key, value, mask, seed, scale, softcap, dropout_p, low, high, lse, first_head, heads,
-                 row_begin, rows):  # fmt: skip
+def tile_weights(query, key, value, mask, seed, scale, softcap, dropout_p, low, high, first_batch, batch_step,
+                 lse, first_head, heads, row_begin, rows):  # fmt: skip
     s = tile_scores(query, key, mask, scale, softcap, low, high)[0]
-    weights = (weights_from(s, lse) * tile_multiplier(seed, dropout_p, s)).flatten(0, 1)
-    part = weights[first_head : first_head + heads, row_begin : row_begin + rows]
+    weights = weights_from(s, lse) * tile_multiplier(seed, dropout_p, s, first_batch, batch_step)
+    part = weights.flatten(0, 1)[first_head : first_head + heads, row_begin : row_begin + rows]
     return part.to(query.dtype).contiguous()
 
 
-def tile_grads(query, key, value, mask, seed, scale, softcap, dropout_p, low, high, grad_output, output,
-               lse, grad_lse):  # fmt: skip
+def tile_grads(query, key, value, mask, seed, scale, softcap, dropout_p, low, high, first_batch, batch_step,
+               grad_output, output, lse, grad_lse):  # fmt: skip
     assert all(map(rows_are_aligned, (value, grad_output, output)))
     assert value.shape[-1] == grad_output.shape[-1] == output.shape[-1] and value.shape[-1] % 16 == 0
     s, slope = tile_scores(query, key, mask, scale, softcap, low, high)
-    weights, multiplier = weights_from(s, lse), tile_multiplier(seed, dropout_p, s)
+    weights, multiplier = weights_from(s, lse), tile_multiplier(seed, dropout_p, s, first_batch, batch_step)
     grad = grad_output.float()
     delta = torch.where(output == 0, 0.0, grad * output).sum(-1)
     if grad_lse is not None:

@@ -31,6 +31,7 @@ KERNEL(4) draws(const TileParams p) {
   const Range seen = keys_seen(p, row);
   const int end = min(min(begin + kKeysOfBlock, p.key_begin + p.keys), seen.end);
   const u64 seed = (u64)*p.seed;
+  const u32 batch = (u32)(place.n * p.batch_step + p.first_batch);
   u32* const bits = bits_of_rows(p, head, row);
   for (int key = max(begin, seen.begin); key < end; key += kPassing) {
     u32 kept = 0;
@@ -38,7 +39,7 @@ KERNEL(4) draws(const TileParams p) {
     for (int part = 0; part < 8; ++part) {  // block within 16 columns, element
       const int odd = part / 4, i = part % 4;
       u32 words[4];
-      draw(words, key / 4 + column_at(odd, i), row + line_at(i), place.h, place.n,
+      draw(words, key / 4 + column_at(odd, i), row + line_at(i), place.h, batch,
            seed);  // 16 (key / 64) + ...
 #pragma unroll
       for (int word = 0; word < 4; ++word) {

@@ -61,6 +61,8 @@ TileParams params_of(const TileCall& call) {
     // With dropout_p 1, of which the product is one too large, what is kept is multiplied by 0.
     params.threshold = static_cast<u32>(
         std::min(std::floor(std::ldexp(call.dropout_p, kDrawBits)), std::ldexp(1.0, kDrawBits) - 1.0));
+    params.first_batch = static_cast<int>(call.first_batch);
+    params.batch_step = static_cast<int>(call.batch_step);
     params.kept = call.dropout_p < 1.0 ? static_cast<float>(1.0 / (1.0 - call.dropout_p)) : 0.0F;
   }
   return params;

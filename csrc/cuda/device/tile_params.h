@@ -31,6 +31,7 @@ struct TileParams {
   int parts;                      // of the keys, which attend.cu makes apart and merge.cu puts together
   float* subtrahend;              // (N, heads, Lq), lse as grad_keys.cu takes it, of grad_query.cu
   int first_head, launch_heads, row_begin, rows, key_begin,
-      keys;    // of a launch, heads counted over N as well
-  u32* draws;  // bits, of draws.cu for a launch; null: no dropout
+      keys;                     // of a launch, heads counted over N as well
+  u32* draws;                   // bits, of draws.cu for a launch; null: no dropout
+  int first_batch, batch_step;  // n counts as n batch_step + first_batch in the draws
 };
