@@ -101,6 +101,18 @@ inline SavedOutputs of_sequence(const SavedOutputs& saved, const Sequence& seque
           {}};
 }
 
+/// The same of a direction in which the inputs move.
+inline SdpaInputs of_sequence(const SdpaInputs& direction, const Sequence& sequence) {
+  const auto narrow = [](const at::Tensor& tangent, int64_t begin, int64_t length) {
+    return tangent.defined() ? tangent.narrow(-2, begin, length) : tangent;
+  };
+  return {narrow(direction.query, sequence.query_begin, sequence.query_len),
+          narrow(direction.key, sequence.key_begin, sequence.key_len),
+          narrow(direction.value, sequence.key_begin, sequence.key_len),
+          {},
+          direction.sinks};
+}
+
 /// A forward pass over packed sequences, of `forward(args of a sequence)`.
 template <class Forward>
 SdpaOutputs forward_by_sequence(const SdpaArgs& args, Forward forward) {
@@ -126,18 +138,6 @@ SdpaInputs backward_by_sequence(const SdpaOutputs& grads, const SdpaArgs& args, 
   lay_out(gradients.key, args.key);
   lay_out(gradients.value, args.value);
   return gradients;
-}
-
-/// The same of a direction in which the inputs move.
-inline SdpaInputs of_sequence(const SdpaInputs& direction, const Sequence& sequence) {
-  const auto narrow = [](const at::Tensor& tangent, int64_t begin, int64_t length) {
-    return tangent.defined() ? tangent.narrow(-2, begin, length) : tangent;
-  };
-  return {narrow(direction.query, sequence.query_begin, sequence.query_len),
-          narrow(direction.key, sequence.key_begin, sequence.key_len),
-          narrow(direction.value, sequence.key_begin, sequence.key_len),
-          {},
-          direction.sinks};
 }
 
 }  // namespace attn_ext

@@ -375,16 +375,6 @@ void expect_lowest_bias() {
   }
 }
 
-template <class Params>
-void put_window(Params& p, const Window& window) {
-  p.first_head = static_cast<int>(window.first_head);
-  p.launch_heads = static_cast<int>(window.heads);
-  p.row_begin = static_cast<int>(window.row_begin);
-  p.rows = static_cast<int>(window.rows);
-  p.key_begin = static_cast<int>(window.key_begin);
-  p.keys = static_cast<int>(window.keys);
-}
-
 Window all_of(const Data& data) {
   return {0, data.heads, 0, data.one.query_len, 0, data.one.key_len};
 }

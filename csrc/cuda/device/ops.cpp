@@ -91,15 +91,6 @@ Window all_of(const TileCall& call) {
   return {0, call.query.size(0) * call.query.size(1), 0, call.query.size(2), 0, call.key.size(2)};
 }
 
-void put_window(TileParams& params, const Window& window) {
-  params.first_head = static_cast<int>(window.first_head);
-  params.launch_heads = static_cast<int>(window.heads);
-  params.row_begin = static_cast<int>(window.row_begin);
-  params.rows = static_cast<int>(window.rows);
-  params.key_begin = static_cast<int>(window.key_begin);
-  params.keys = static_cast<int>(window.keys);
-}
-
 void launch_over_rows(TileKernel kernel, TileParams params, const TileCall& call, const Window& window,
                       int64_t parts = 1) {
   put_window(params, window);

@@ -13,6 +13,17 @@ struct Window {
   int64_t first_head, heads, row_begin, rows, key_begin, keys;
 };
 
+/// What a launch over it takes, of TileParams.
+template <class Params>
+void put_window(Params& params, const Window& window) {
+  params.first_head = static_cast<int>(window.first_head);
+  params.launch_heads = static_cast<int>(window.heads);
+  params.row_begin = static_cast<int>(window.row_begin);
+  params.rows = static_cast<int>(window.rows);
+  params.key_begin = static_cast<int>(window.key_begin);
+  params.keys = static_cast<int>(window.keys);
+}
+
 inline constexpr int64_t kLinesOfWindow = 128;  // parts begin at multiples of it, as blocks do
 
 /// Rows in pairs of tiles of 64, keys in tiles of 64.
