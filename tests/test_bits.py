@@ -139,6 +139,23 @@ def test_bits_of_a_few_rows_do_not_depend_on_how_keys_and_values_lie(
             assert torch.equal(a, b)
 
 
+@by_dtype
+@pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (33, 16), (80, 31), (7, 128), (32, 1)])
+@pytest.mark.parametrize("apart", [2, 3, 4, 5, 12])
+@pytest.mark.parametrize("query_len", [1, 7, 24, 150])
+def test_bits_do_not_depend_on_how_far_apart_columns_lie(query_len, apart, dim, value_dim, dtype):
+    def laid(x):  # the numbers between are another tensor's, as where query, key and value are interleaved
+        return x.detach().unsqueeze(-1).expand(*x.shape, apart).contiguous()[..., -1].requires_grad_()
+
+    operands = tuple(
+        torch.randn(2, 3, length, columns, dtype=dtype, requires_grad=True)
+        for length, columns in ((query_len, dim), (171, dim), (171, value_dim))
+    )
+    expected = everything(operands, {})
+    for a, b in zip(everything(tuple(map(laid, operands)), {}), expected, strict=True):
+        assert torch.equal(a, b)
+
+
 SHARED_KEYS = {
     "plain": {},
     "causal": {"is_causal": True, "query_offset": 440},

@@ -391,6 +391,7 @@ inline const Placement kPlacements[] = {
     {"bhrc", 5, 1, Edge::kStart}, {"bhrc", 0, 2, Edge::kEnd},   {"bhrc", 1, 3, Edge::kStart},
     {"bhcr", 0, 1, Edge::kEnd},   {"bhcr", 2, 1, Edge::kStart}, {"brhc", 1, 1, Edge::kEnd},
     {"brhc", 0, 1, Edge::kStart}, {"crbh", 1, 1, Edge::kEnd},   {"chbr", 0, 2, Edge::kStart},
+    {"bhrc", 0, 4, Edge::kEnd},   {"brhc", 2, 5, Edge::kStart},
 };
 
 // Half of them, at both edges.

@@ -5,6 +5,7 @@
 
 #include "../interface/params.h"
 #include "../matrix/across.h"
+#include "../matrix/gather.h"
 #include "../matrix/matrix.h"
 #include "../matrix/scheme.h"
 #include "../scores/visible_keys.h"

@@ -4,6 +4,7 @@
 // gradient of the query to where it belongs.
 #pragma once
 
+#include "../matrix/gather.h"
 #include "plan.h"
 #include "tiles/tasks.h"
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../interface/params.h"
+#include "../matrix/gather.h"
 #include "../matrix/matrix.h"
 #include "../matrix/pack.h"
 #include "../scores/mask_and_scale.h"

@@ -4,6 +4,7 @@
 
 #include "../vector/convert.h"
 #include "../vector/lanes.h"
+#include "gather.h"
 #include "matrix.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
@@ -26,9 +27,28 @@ ATTN_EXT_INLINE Vec<uint32_t> exponents_carried(const Element* p) {
 }
 
 template <typename Element>
+bool all_finite(Matrix<Element> m);
+
+// Of columns that are no neighbours: block by block.
+template <typename Element>
+bool all_gathered_finite(const Matrix<Element>& m) {
+  constexpr int64_t kRows = 16, kColumns = 64;
+  Element block[kRows * kColumns];
+  bool finite = true;
+  for (int64_t r = 0; r < m.rows; r += kRows) {
+    for (int64_t c = 0; c < m.columns; c += kColumns) {
+      gather_block(m, r, kRows, c, kColumns, block);
+      finite &= all_finite(Matrix<Element>{block, kColumns, 1, kRows, kColumns});
+    }
+  }
+  return finite;
+}
+
+template <typename Element>
 bool all_finite(Matrix<Element> m) {
   using T = Compute<Element>;
   if (lies_across(m)) m = transposed(m);
+  if (m.column_stride != 1) return all_gathered_finite(m);
   if (m.column_stride == 1 && m.row_stride == m.columns) {  // one long row
     m.columns *= m.rows;
     m.rows = 1;
@@ -36,22 +56,19 @@ bool all_finite(Matrix<Element> m) {
   constexpr int64_t kWidth = kLanes<T>;
   Vec<Bits<T>> residue = {};  // x - x is 0, NaN for what is not finite
   [[maybe_unused]] Vec<uint32_t> carried = {};
-  bool finite = true;
   for (int64_t r = 0; r < m.rows; ++r) {
     const Element* row = m.data + r * m.row_stride;
     int64_t c = 0;
     if constexpr (sizeof(Element) == 2) {
-      for (; m.column_stride == 1 && c + 2 * kWidth <= m.columns; c += 2 * kWidth) {
-        carried |= exponents_carried(row + c);
-      }
+      for (; c + 2 * kWidth <= m.columns; c += 2 * kWidth) carried |= exponents_carried(row + c);
     }
-    for (; m.column_stride == 1 && c < m.columns; c += kWidth) {
+    for (; c < m.columns; c += kWidth) {
       const bool whole = c + kWidth <= m.columns;
       const Vec<T> x = whole ? load_compute(row + c) : load_compute_partial(row + c, m.columns - c);
       residue |= (Vec<Bits<T>>)(x - x);
     }
-    for (; c < m.columns; ++c) finite &= is_finite_at(m, r, c);
   }
+  bool finite = true;
   for (int i = 0; i < kLanes<T>; ++i) finite &= residue[i] == 0;
   if constexpr (sizeof(Element) == 2) {
     for (int i = 0; i < kLanes<uint32_t>; ++i) finite &= (carried[i] & 0x80008000) == 0;

@@ -64,25 +64,6 @@ ATTN_EXT_INLINE bool is_dense(const Matrix<Element>& m) {
   return m.column_stride == 1 && m.row_stride == m.columns;
 }
 
-// Copies rows [row, row + rows) x columns [column, column + columns) into a dense block, zero past the
-// matrix: the way of whatever a full vector cannot be loaded from, kept out of line to keep the packing loops
-// small.
-template <typename Element>
-__attribute__((noinline)) void gather_block(const Matrix<Element>& m, int64_t row, int64_t rows,
-                                            int64_t column, int64_t columns, Element* out) {
-  const int64_t present = smaller(columns, m.columns - column);
-  for (int64_t r = 0; r < rows; ++r, out += columns) {
-    const Element* p = m.data + (row + r) * m.row_stride + column * m.column_stride;
-    memset(out, 0, static_cast<size_t>(columns) * sizeof(Element));
-    if (row + r >= m.rows) continue;
-    if (m.column_stride == 1) {
-      memcpy(out, p, static_cast<size_t>(present) * sizeof(Element));
-    } else {
-      for (int64_t c = 0; c < present; ++c) out[c] = p[c * m.column_stride];
-    }
-  }
-}
-
 // to += v, `count` lanes of it, elements of any stride.
 template <typename T>
 inline void add_row(T* to, int64_t stride, Vec<T> v, int64_t count) {

@@ -13,6 +13,7 @@
 
 #include "../vector/convert.h"
 #include "../vector/lanes.h"
+#include "gather.h"
 #include "matrix.h"
 #include "scheme.h"
 
@@ -80,33 +81,46 @@ template <typename Product, typename Element>
 void pack_row_panels(const Matrix<Element>& m, int64_t width, typename Product::Operand* out,
                      int64_t panel_stride);
 
+// A row along memory.
+template <typename Product, typename Element>
+ATTN_EXT_INLINE void pack_row(const Element* from, int64_t columns, const Element* ahead,
+                              typename Product::Operand* out) {
+  constexpr int64_t kCount = kLanes<typename Product::Operand>, kElements = kCount * Product::kDepth;
+  for (int64_t c = 0; c < columns; c += kElements, out += kCount) {
+    if (ahead != nullptr) __builtin_prefetch(ahead + c, 0, 2);
+    const bool whole = c + kElements <= columns;
+    store(out, whole ? load_operands<Product>(from + c)
+                     : load_operands_partial<Product>(from + c, columns - c));
+  }
+}
+
+// A row of columns that are no neighbours, some of them at a time.
+template <typename Product, typename Element>
+void pack_gathered_row(const Matrix<Element>& m, int64_t r, typename Product::Operand* out) {
+  constexpr int64_t kColumns = 2 * kLanes<typename Product::Operand> * Product::kDepth;
+  Element block[kColumns];
+  for (int64_t c = 0; c < m.columns; c += kColumns, out += kColumns / Product::kDepth) {
+    gather_block(m, r, 1, c, kColumns, block);
+    pack_row<Product, Element>(block, smaller(kColumns, m.columns - c), nullptr, out);
+  }
+}
+
 // rows [first, first + count) of the source, `stride` operands apart; each row is written to a whole vector.
 template <typename Product, typename Element>
 void pack_rows(const Matrix<Element>& m, int64_t first, int64_t count, typename Product::Operand* out,
                int64_t stride) {
-  using Operand = typename Product::Operand;
-  constexpr int64_t kElements = kLanes<Operand> * Product::kDepth;
-  if (lies_across(m) && 2 * count >= kLanes<Operand>) {  // squares of fewer rows take longer
+  if (lies_across(m) && 2 * count >= kLanes<typename Product::Operand>) {  // fewer: squares take longer
     return pack_columns_as_rows<Product>(
         Matrix<Element>{m.data + first, m.column_stride, 1, m.columns, count}, out, stride);
   }
   constexpr int64_t kRowsAhead = 16;
-  const bool asks = count >= kRowsAhead && m.column_stride == 1 && m.row_stride != m.columns;
+  const bool asks = count >= kRowsAhead && m.row_stride != m.columns;
   for (int64_t r = first; r < first + count; ++r, out += stride) {
-    Operand* to = out;
-    for (int64_t c = 0; c < m.columns; c += kElements, to += kLanes<Operand>) {
-      Element block[kElements];
-      const Element* from = m.data + r * m.row_stride + c;
-      if (asks) __builtin_prefetch(from + kRowsAhead * m.row_stride, 0, 2);
-      if (m.column_stride == 1 && c + kElements > m.columns) {
-        store(to, load_operands_partial<Product>(from, m.columns - c));
-        continue;
-      }
-      if (m.column_stride != 1) {
-        gather_block(m, r, 1, c, kElements, block);
-        from = block;
-      }
-      store(to, load_operands<Product>(from));
+    const Element* from = m.data + r * m.row_stride;
+    if (m.column_stride == 1) {
+      pack_row<Product>(from, m.columns, asks ? from + kRowsAhead * m.row_stride : nullptr, out);
+    } else {
+      pack_gathered_row<Product>(m, r, out);
     }
   }
 }

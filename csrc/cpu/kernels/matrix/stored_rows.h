@@ -5,6 +5,7 @@
 
 #include "../vector/convert.h"
 #include "across.h"
+#include "gather.h"
 #include "matrix.h"
 #include "rows_ahead.h"
 
@@ -50,15 +51,6 @@ ATTN_EXT_INLINE void copy_elements(const Stored* from, int64_t count, Element* t
     } else {
       for (; i < count; ++i) to[i] = static_cast<T>(to_compute(from[i]));
     }
-  }
-}
-
-template <typename Element, typename Stored>
-ATTN_EXT_INLINE void copy_element(const Stored& from, Element& to) {
-  if constexpr (std::is_same_v<Element, Stored>) {
-    to = from;
-  } else {
-    copy_elements(&from, 1, &to);
   }
 }
 
@@ -127,6 +119,17 @@ class StoredRows {
 
  private:
   template <typename Stored>
+  void copy_row(const Stored* from, Element* to) const {
+    const int64_t stride = view_.column_stride;
+    if (stride == 1) return copy_elements(from, columns_, to);
+    if constexpr (std::is_same_v<Element, Stored>) {
+      gather_row(from, stride, columns_, to);
+    } else {
+      for (int64_t c = 0; c < columns_; ++c) copy_elements(from + c * stride, 1, to + c);
+    }
+  }
+
+  template <typename Stored>
   const Stored* element(int64_t row) const {
     int64_t page = 0;
     if (in_pages()) {
@@ -146,7 +149,6 @@ __attribute__((noinline)) void StoredRows<Element>::copy(int64_t first, int64_t 
                                                          Element* to, int64_t distance, int64_t end) const {
   with_stored_type<Element>(storage_.kind, [&](auto example) {
     using Stored = decltype(example);
-    constexpr int64_t kBytes = sizeof(Stored);
     for (int64_t r = 0; r < count;) {
       const int64_t together = in_page(first + r, count - r);
       const Stored* from = element<Stored>(first + r);
@@ -159,15 +161,10 @@ __attribute__((noinline)) void StoredRows<Element>::copy(int64_t first, int64_t 
         }
       }
       for (int64_t i = 0; i < together; ++i, ++r, from += view_.row_stride, to += columns_) {
-        if (first + r + distance < end && view_.column_stride == 1) {
-          const char* next = reinterpret_cast<const char*>(element<Stored>(first + r + distance));
-          for (int64_t b = 0; b < columns_ * kBytes; b += 64) __builtin_prefetch(next + b, 0, 2);
+        if (first + r + distance < end) {
+          prefetch_row(element<Stored>(first + r + distance), view_.column_stride, columns_);
         }
-        if (view_.column_stride == 1) {
-          copy_elements(from, columns_, to);
-        } else {
-          for (int64_t c = 0; c < columns_; ++c) copy_element(from[c * view_.column_stride], to[c]);
-        }
+        copy_row(from, to);
       }
     }
   });

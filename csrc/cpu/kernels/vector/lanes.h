@@ -12,7 +12,9 @@ template <typename T>
 ATTN_EXT_INLINE Vec<T> shuffle(Vec<T> a, Vec<T> b, Vec<Bits<T>> index) {
 #if defined(__clang__)
 #if defined(__AVX512F__)
-  if constexpr (sizeof(T) == 4) {
+  if constexpr (sizeof(T) == 2) {
+    return (Vec<T>)_mm512_permutex2var_epi16((__m512i)a, (__m512i)index, (__m512i)b);
+  } else if constexpr (sizeof(T) == 4) {
     return (Vec<T>)_mm512_permutex2var_epi32((__m512i)a, (__m512i)index, (__m512i)b);
   } else {
     return (Vec<T>)_mm512_permutex2var_epi64((__m512i)a, (__m512i)index, (__m512i)b);

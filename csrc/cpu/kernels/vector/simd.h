@@ -77,6 +77,8 @@ struct VectorOf;
   }
 ATTN_EXT_VECTOR_OF(float);
 ATTN_EXT_VECTOR_OF(double);
+ATTN_EXT_VECTOR_OF(int16_t);
+ATTN_EXT_VECTOR_OF(uint16_t);
 ATTN_EXT_VECTOR_OF(int32_t);
 ATTN_EXT_VECTOR_OF(uint32_t);
 ATTN_EXT_VECTOR_OF(int64_t);
@@ -100,6 +102,10 @@ struct BitsOf<float> {
 template <>
 struct BitsOf<double> {
   using Signed = int64_t;
+};
+template <>
+struct BitsOf<uint16_t> {
+  using Signed = int16_t;
 };
 template <typename T>
 using Bits = typename BitsOf<T>::Signed;

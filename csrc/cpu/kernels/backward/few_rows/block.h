@@ -9,6 +9,7 @@
 #include "../../matrix/across.h"
 #include "../../matrix/arena.h"
 #include "../../matrix/finite.h"
+#include "../../matrix/gather.h"
 #include "../../matrix/multiply.h"
 #include "../../matrix/row_dots.h"
 #include "../../scores/dropout_draw.h"

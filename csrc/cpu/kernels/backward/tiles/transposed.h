@@ -2,6 +2,7 @@
 // turned around to keys x queries.
 #pragma once
 
+#include "../../matrix/gather.h"
 #include "../score_gradients.h"
 #include "../store_rows.h"
 #include "block.h"
