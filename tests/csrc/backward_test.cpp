@@ -38,9 +38,39 @@ struct Gradients {
   Tensor query, key, value, mask, sinks;
 };
 
+// The weights of one query row.
+struct Row {
+  std::vector<char> seen;  // a key each, as all of these
+  std::vector<double> weight, cap_slope, keep;
+  double lse = -INFINITY;
+};
+
+// Rows of a tensor, side by side, as doubles: the plain loops read each of them many times.
+class Rows {
+ public:
+  Rows() = default;
+  Rows(const Tensor& t, int64_t batch, int64_t heads, int64_t rows, int64_t columns)
+      : heads_(heads), rows_(rows), columns_(columns) {
+    numbers_.reserve(static_cast<size_t>(batch * heads * rows * columns));
+    for (int64_t b = 0; b < batch; ++b)
+      for (int64_t h = 0; h < heads; ++h)
+        for (int64_t r = 0; r < rows; ++r)
+          for (int64_t c = 0; c < columns; ++c) numbers_.push_back(t.at(b, h, r, c));
+  }
+  const double* at(int64_t b, int64_t h, int64_t r) const {
+    return numbers_.data() + ((b * heads_ + h) * rows_ + r) * columns_;
+  }
+
+ private:
+  int64_t heads_ = 0, rows_ = 0, columns_ = 0;
+  std::vector<double> numbers_;
+};
+
 struct Problem {
   Tensor query, key, value, mask, sinks, output, lse, grad_output, grad_lse, grad_weights, grad_key_mass;
   Tensor delta, double_lse, weights;
+  Rows query_rows, key_rows, value_rows, grad_output_rows;
+  std::vector<Row> plain_rows;  // of every query row of every head
   int64_t seed = 0x123456789abcdef;
   cpu::BackwardParams params;
 };
@@ -63,80 +93,98 @@ double keep_factor(const Case& c, const Problem& in, int64_t b, int64_t h, int64
   return draw >= static_cast<uint32_t>(std::floor(c.dropout * 4294967296.0)) ? 1 / (1 - c.dropout) : 0;
 }
 
-struct Row {
-  std::vector<double> weight, cap_slope, keep;  // a key each
-  double lse = -INFINITY;
-};
-
-// The weights of one query row.
 Row plain_row(const Case& c, const Problem& in, int64_t b, int64_t h, int64_t i) {
   const int64_t hk = h / (c.query_heads / c.key_heads);
   const auto keys = static_cast<size_t>(c.key_len);
-  Row row{std::vector<double>(keys, -INFINITY), std::vector<double>(keys, 1.0),
+  Row row{std::vector<char>(keys, 0), std::vector<double>(keys, -INFINITY), std::vector<double>(keys, 1.0),
           std::vector<double>(keys, 0.0)};
+  const double* query = in.query_rows.at(b, h, i);
   double top = c.sinks ? in.sinks.at(b, h, 0, 0) : -INFINITY;
   for (int64_t j = 0; j < c.key_len; ++j) {
     if (!is_visible(c, in, b, h, i, j)) continue;
+    const auto at = static_cast<size_t>(j);
+    const double* key = in.key_rows.at(b, hk, j);
     double s = 0;
-    for (int64_t d = 0; d < c.head_dim; ++d) s += in.query.at(b, h, i, d) * in.key.at(b, hk, j, d);
+    for (int64_t d = 0; d < c.head_dim; ++d) s += query[d] * key[d];
     s *= c.rule.scale;
     if (c.rule.softcap > 0) {
       const double t = std::tanh(s / c.rule.softcap);
       s = c.rule.softcap * t;
-      row.cap_slope[static_cast<size_t>(j)] = 1 - t * t;
+      row.cap_slope[at] = 1 - t * t;
     }
     if (*c.mask && c.mask_kind != ScalarKind::kBool) s += in.mask.at(b, h, i, j);
-    row.weight[static_cast<size_t>(j)] = s;
-    row.keep[static_cast<size_t>(j)] = keep_factor(c, in, b, h, i, j);
+    row.seen[at] = 1;
+    row.weight[at] = s;
+    row.keep[at] = keep_factor(c, in, b, h, i, j);
     top = std::isnan(s) || std::isnan(top) ? NAN : std::max(top, s);
   }
   double sum = c.sinks ? std::exp(in.sinks.at(b, h, 0, 0) - top) : 0;
-  for (double s : row.weight) sum += s == -INFINITY ? 0 : std::exp(s - top);
+  for (double& w : row.weight) {
+    if (w != -INFINITY) sum += w = std::exp(w - top);
+  }
   if (sum > 0 || std::isnan(sum)) row.lse = top + std::log(sum);
-  for (double& w : row.weight) w = w == -INFINITY ? 0 : std::exp(w - top) / sum;
+  for (double& w : row.weight) w = w == -INFINITY ? 0 : w / sum;
   return row;
+}
+
+// f(b, h, i, its plain row) for every query row.
+template <typename F>
+void each_plain_row(const Case& c, const Problem& in, F f) {
+  size_t row = 0;
+  for (int64_t b = 0; b < c.batch; ++b)
+    for (int64_t h = 0; h < c.query_heads; ++h)
+      for (int64_t i = 0; i < c.query_len; ++i) f(b, h, i, in.plain_rows[row++]);
 }
 
 void add(Tensor& t, int64_t b, int64_t h, int64_t r, int64_t column, double x) {
   t.set(b, h, r, column, t.at(b, h, r, column) + x);
 }
 
-void plain_backward_row(const Case& c, const Problem& in, int64_t b, int64_t h, int64_t i, Gradients& out) {
+// to (count) += factor x
+void add_scaled(double factor, const double* x, int64_t count, double* to) {
+  for (int64_t d = 0; d < count; ++d) to[d] += factor * x[d];
+}
+
+double* row_of(const Tensor& doubles, int64_t b, int64_t h, int64_t r) {
+  return static_cast<double*>(doubles.view.data) + doubles.index(b, h, r, 0);
+}
+
+void plain_backward_row(const Case& c, const Problem& in, int64_t b, int64_t h, int64_t i, const Row& row,
+                        Gradients& out) {
   const int64_t hk = h / (c.query_heads / c.key_heads);
-  Row row = plain_row(c, in, b, h, i);
-  if (c.given) {  // the sum of the weights is that of more keys
-    const double share = row.lse == -INFINITY ? 0 : std::exp(row.lse - in.double_lse.at(b, h, 0, i));
-    for (double& w : row.weight) w *= share;
-    row.lse = in.double_lse.at(b, h, 0, i);
-  }
+  const double lse = c.given ? in.double_lse.at(b, h, 0, i) : row.lse;
+  // Where it is given, the sum of the weights is that of more keys.
+  const double share = !c.given ? 1 : row.lse == -INFINITY ? 0 : std::exp(row.lse - lse);
   const double grad_lse = c.grad_lse ? in.grad_lse.at(b, h, i, 0) : 0;
   std::vector<double> grad(row.weight.size(), 0.0);
   double delta = 0;
   for (int64_t j = 0; j < c.key_len; ++j) {
     const auto at = static_cast<size_t>(j);
-    if (!is_visible(c, in, b, h, i, j)) continue;
-    for (int64_t d = 0; c.grad_output && d < c.value_dim; ++d) {
-      grad[at] += in.grad_output.at(b, h, i, d) * in.value.at(b, hk, j, d);
-      add(out.value, b, hk, j, d, row.weight[at] * row.keep[at] * in.grad_output.at(b, h, i, d));
+    if (!row.seen[at]) continue;
+    const double weight = share * row.weight[at];
+    if (c.grad_output) {
+      const double *grad_output = in.grad_output_rows.at(b, h, i), *value = in.value_rows.at(b, hk, j);
+      for (int64_t d = 0; d < c.value_dim; ++d) grad[at] += grad_output[d] * value[d];
+      add_scaled(weight * row.keep[at], grad_output, c.value_dim, row_of(out.value, b, hk, j));
     }
     if (c.grad_weights) grad[at] += in.grad_weights.at(b, h, i, j);
     if (c.grad_key_mass) grad[at] += in.grad_key_mass.at(b, h, 0, j);
     grad[at] *= row.keep[at];
-    delta += row.weight[at] * grad[at];
+    delta += weight * grad[at];
   }
   if (c.given) delta = in.delta.at(b, h, 0, i);
   for (int64_t j = 0; j < c.key_len; ++j) {
     const auto at = static_cast<size_t>(j);
-    if (!is_visible(c, in, b, h, i, j)) continue;
-    const double ds = row.weight[at] * (grad[at] - delta + grad_lse);
+    if (!row.seen[at]) continue;
+    const double weight = share * row.weight[at];
+    const double ds = weight * (grad[at] - delta + grad_lse);
     if (c.mask_grad) add(out.mask, b, h, i, j, ds);
-    for (int64_t d = 0; d < c.head_dim; ++d) {
-      add(out.query, b, h, i, d, c.rule.scale * ds * row.cap_slope[at] * in.key.at(b, hk, j, d));
-      add(out.key, b, hk, j, d, c.rule.scale * ds * row.cap_slope[at] * in.query.at(b, h, i, d));
-    }
+    const double factor = c.rule.scale * ds * row.cap_slope[at];
+    add_scaled(factor, in.key_rows.at(b, hk, j), c.head_dim, row_of(out.query, b, h, i));
+    add_scaled(factor, in.query_rows.at(b, h, i), c.head_dim, row_of(out.key, b, hk, j));
   }
-  if (c.sinks && row.lse != -INFINITY) {
-    add(out.sinks, b, h, 0, 0, std::exp(in.sinks.at(b, h, 0, 0) - row.lse) * (grad_lse - delta));
+  if (c.sinks && lse != -INFINITY) {
+    add(out.sinks, b, h, 0, 0, std::exp(in.sinks.at(b, h, 0, 0) - lse) * (grad_lse - delta));
   }
 }
 
@@ -204,6 +252,12 @@ void make_inputs(const Case& c, uint32_t seed, Problem& in) {
   if (c.grad_key_mass) in.grad_key_mass = incoming(c, wide, 1, c.key_len, generator);
   in.output = Tensor(c.dtype, c.batch, c.query_heads, c.query_len, c.value_dim, c.placement);
   in.lse = Tensor(wide, c.batch, c.query_heads, 1, c.query_len, {.edge = c.placement.edge});
+  in.query_rows = Rows(in.query, c.batch, c.query_heads, c.query_len, c.head_dim);
+  in.key_rows = Rows(in.key, c.batch, c.key_heads, c.key_len, c.head_dim);
+  in.value_rows = Rows(in.value, c.batch, c.key_heads, c.key_len, c.value_dim);
+  if (c.grad_output) {
+    in.grad_output_rows = Rows(in.grad_output, c.batch, c.query_heads, c.query_len, c.value_dim);
+  }
 }
 
 // lse and delta as if there were other keys, of which no row that sees nothing here need know; no output.
@@ -214,47 +268,39 @@ void give_rows(const Case& c, Problem& in) {
   in.delta = Tensor(accumulator(c.dtype), c.batch, c.query_heads, 1, c.query_len, placement);
   in.double_lse = Tensor(ScalarKind::kFloat64, c.batch, c.query_heads, 1, c.query_len, placement);
   in.delta.fill([&] { return normal(generator); });
-  for (int64_t b = 0; b < c.batch; ++b)
-    for (int64_t h = 0; h < c.query_heads; ++h)
-      for (int64_t i = 0; i < c.query_len; ++i) {
-        const double own = plain_row(c, in, b, h, i).lse;
-        const double all = own == -INFINITY ? normal(generator) : own + std::fabs(normal(generator));
-        in.double_lse.set(b, h, 0, i, all);
-        in.lse.set(b, h, 0, i, all);
-        for (int64_t d = 0; d < c.value_dim; ++d) in.output.set(b, h, i, d, NAN);
-      }
+  each_plain_row(c, in, [&](int64_t b, int64_t h, int64_t i, const Row& row) {
+    const double all = row.lse == -INFINITY ? normal(generator) : row.lse + std::fabs(normal(generator));
+    in.double_lse.set(b, h, 0, i, all);
+    in.lse.set(b, h, 0, i, all);
+    for (int64_t d = 0; d < c.value_dim; ++d) in.output.set(b, h, i, d, NAN);
+  });
 }
 
 // Output and lse as a forward would have saved them.
 void save_forward(const Case& c, Problem& in) {
-  if (c.given) return give_rows(c, in);
   for (int64_t b = 0; b < c.batch; ++b)
     for (int64_t h = 0; h < c.query_heads; ++h)
-      for (int64_t i = 0; i < c.query_len; ++i) {
-        const Row row = plain_row(c, in, b, h, i);
-        in.lse.set(b, h, 0, i, row.lse);
-        for (int64_t d = 0; d < c.value_dim; ++d) {
-          double sum = 0;
-          for (int64_t j = 0; j < c.key_len; ++j) {
-            if (!is_visible(c, in, b, h, i, j)) continue;
-            sum += row.weight[static_cast<size_t>(j)] * row.keep[static_cast<size_t>(j)] *
-                   in.value.at(b, h / (c.query_heads / c.key_heads), j, d);
-          }
-          in.output.set(b, h, i, d, sum);
-        }
-      }
+      for (int64_t i = 0; i < c.query_len; ++i) in.plain_rows.push_back(plain_row(c, in, b, h, i));
+  if (c.given) return give_rows(c, in);
+  each_plain_row(c, in, [&](int64_t b, int64_t h, int64_t i, const Row& row) {
+    in.lse.set(b, h, 0, i, row.lse);
+    std::vector<double> output(static_cast<size_t>(c.value_dim), 0.0);
+    for (int64_t j = 0; j < c.key_len; ++j) {
+      const auto at = static_cast<size_t>(j);
+      if (!row.seen[at]) continue;
+      const double* value = in.value_rows.at(b, h / (c.query_heads / c.key_heads), j);
+      add_scaled(row.weight[at] * row.keep[at], value, c.value_dim, output.data());
+    }
+    for (int64_t d = 0; d < c.value_dim; ++d) in.output.set(b, h, i, d, output[static_cast<size_t>(d)]);
+  });
 }
 
 // The weights as a forward would have saved them.
 void save_weights(const Case& c, Problem& in) {
   in.weights = Tensor(c.dtype, c.batch, c.query_heads, c.query_len, c.key_len, {.edge = c.placement.edge});
-  for (int64_t b = 0; b < c.batch; ++b)
-    for (int64_t h = 0; h < c.query_heads; ++h)
-      for (int64_t i = 0; i < c.query_len; ++i) {
-        const Row row = plain_row(c, in, b, h, i);
-        for (int64_t j = 0; j < c.key_len; ++j)
-          in.weights.set(b, h, i, j, row.weight[static_cast<size_t>(j)]);
-      }
+  each_plain_row(c, in, [&](int64_t b, int64_t h, int64_t i, const Row& row) {
+    for (int64_t j = 0; j < c.key_len; ++j) in.weights.set(b, h, i, j, row.weight[static_cast<size_t>(j)]);
+  });
   in.params.weights = in.weights.view;
 }
 
@@ -399,9 +445,9 @@ void run_case(const cpu::KernelSet& isa, const Case& base, ScalarKind dtype) {
     return;
   }
   Gradients want = make_gradients(c, ScalarKind::kFloat64, {}, 0);
-  for (int64_t b = 0; b < c.batch; ++b)
-    for (int64_t h = 0; h < c.query_heads; ++h)
-      for (int64_t i = 0; i < c.query_len; ++i) plain_backward_row(c, in, b, h, i, want);
+  each_plain_row(c, in, [&](int64_t b, int64_t h, int64_t i, const Row& row) {
+    plain_backward_row(c, in, b, h, i, row, want);
+  });
   const double tolerance = dtype == ScalarKind::kFloat64    ? 1e-11
                            : dtype == ScalarKind::kFloat32  ? 2e-5
                            : dtype == ScalarKind::kBFloat16 ? 4e-2

@@ -67,7 +67,8 @@ inline double half_to_double(uint16_t h) {
   const int exponent = (h >> 10) & 31, mantissa = h & 1023;
   const double sign = h & 0x8000 ? -1.0 : 1.0;
   if (exponent == 31) return mantissa ? std::numeric_limits<double>::quiet_NaN() : sign * INFINITY;
-  return sign * (exponent == 0 ? std::ldexp(mantissa, -24) : std::ldexp(1024 + mantissa, exponent - 25));
+  const int bits = exponent == 0 ? mantissa : (1024 + mantissa) << (exponent - 1);  // in units of 2^-24
+  return sign * bits * 0x1p-24;
 }
 
 inline uint16_t double_to_half(double x) {
@@ -352,8 +353,13 @@ class CallMemory {
 template <typename Ways, typename Params>
 auto run_call(const Ways& ways, const Params& params, int threads, bool one_takes_turns = false) {
   const auto call = cpu::plan_call(ways, params, threads);
-  const CallMemory memory(call.plan.shared_bytes, call.plan.thread_bytes, threads);
-  for (int slot = 0; slot < threads; ++slot) call.begin(memory.own(slot));
+  int64_t most_tasks = 1;
+  for (int64_t round = 0; round < call.plan.rounds; ++round) {
+    most_tasks = std::max(most_tasks, call.tasks(round));
+  }
+  const int slots = static_cast<int>(std::min<int64_t>(threads, most_tasks));  // the others have no task
+  const CallMemory memory(call.plan.shared_bytes, call.plan.thread_bytes, slots);
+  for (int slot = 0; slot < slots; ++slot) call.begin(memory.own(slot));
   for (int64_t round = 0; round < call.plan.rounds; ++round) {
     const auto run = [&](int64_t task, int slot, const cpu::Turns& turns) {
       call.run(round, task, memory.shared(), memory.own(slot), turns);
