@@ -6,7 +6,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 extras=test
 if [[ "${CI:-}" == true ]]; then
   extras=test,models
-  set -- --slow "$@"
+  set -- --slow --durations=30 "$@"
 fi
 install_attn_ext "$extras"
 cd "$root"

@@ -1,12 +1,11 @@
-// A GPU for the kernels of csrc/cuda/device, in threads: blocks run one after the other, the threads of a
-// block at once, and what a warp does together waits for its lanes. What goes on by itself, copies and
+// A GPU for the kernels of csrc/cuda/device: blocks run one after the other, the threads of a block in turns,
+// and what a warp does together waits for its lanes. What goes on by itself, copies and
 // Hopper's products, is done at once or as late as waiting for it allows. The same words as
 // csrc/cuda/device/primitives.cu.
 #pragma once
 
 #include <algorithm>
 #include <array>
-#include <barrier>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -14,8 +13,9 @@
 #include <functional>
 #include <limits>
 #include <memory>
-#include <thread>
 #include <vector>
+
+#include "fibers.h"
 
 namespace gpu {
 
@@ -26,20 +26,6 @@ struct Exchange {
   std::array<const void*, kLanes> addresses{};
   std::array<std::array<uint32_t, 6>, kLanes> numbers{};
   std::array<uint32_t, kLanes> words{};
-};
-
-struct Warp {
-  std::barrier<> barrier{kLanes};
-  std::array<Exchange, 2> exchanges;  // in turns: who is ahead by one leaves that of the others alone
-};
-
-struct Block {
-  Block(int threads, size_t shared_bytes) : barrier(threads), shared(shared_bytes) {}
-
-  std::barrier<> barrier;
-  std::array<Warp, kMostWarps> warps;
-  std::vector<unsigned char>
-      shared;  // as large as a launch asks for, so that a sanitizer sees what is beyond
 };
 
 struct Index {
@@ -75,25 +61,50 @@ class Begun {
 };
 
 inline bool copies_are_late = false, products_are_late = false;
-inline thread_local Begun copies(copies_are_late), products(products_are_late);
-inline thread_local Index thread, block;
-inline thread_local Block* running = nullptr;
 
+struct Thread {
+  Index index;
+  Begun copies{copies_are_late}, products{products_are_late};
+  int turn = 0;
+};
+
+inline Fibers fibers;
+
+struct Warp {
+  Fibers::Barrier barrier{fibers, kLanes};
+  std::array<Exchange, 2> exchanges;  // in turns: who is ahead by one leaves that of the others alone
+};
+
+struct Block {
+  Block(int count, size_t shared_bytes)
+      : threads(static_cast<size_t>(count)), barrier(fibers, count), shared(shared_bytes) {}
+
+  Index index;
+  std::vector<Thread> threads;
+  std::array<Warp, kMostWarps> warps;
+  Fibers::Barrier barrier;
+  std::vector<unsigned char>
+      shared;  // as large as a launch asks for, so that a sanitizer sees what is beyond
+};
+
+inline Block* running = nullptr;
+
+inline Thread& self() {
+  return running->threads[static_cast<size_t>(fibers.current())];
+}
 inline Warp& warp() {
-  return running->warps[thread.x / kLanes];
+  return running->warps[static_cast<size_t>(self().index.x / kLanes)];
 }
 inline int lane() {
-  return thread.x % kLanes;
+  return self().index.x % kLanes;
 }
-
-inline thread_local int turn = 0;
 
 /// When each lane has given its part.
 template <class Give>
 const Exchange& exchange(Give give) {
-  Exchange& one = warp().exchanges[turn ^= 1];
+  Exchange& one = warp().exchanges[static_cast<size_t>(self().turn ^= 1)];
   give(one);
-  warp().barrier.arrive_and_wait();
+  warp().barrier.wait();
   return one;
 }
 
@@ -101,29 +112,23 @@ const Exchange& exchange(Give give) {
 inline void launch(Index grid, int threads_of_block, size_t shared_bytes,
                    const std::function<void()>& kernel) {
   const auto state = std::make_unique<Block>(threads_of_block, shared_bytes);
-  std::vector<std::thread> threads;
-  for (int t = 0; t < threads_of_block; ++t) {
-    threads.emplace_back([&, t] {
-      thread = {t, 0, 0};
-      running = state.get();
-      for (int i = 0; i < grid.x * grid.y * grid.z; ++i) {
-        block = {i % grid.x, i / grid.x % grid.y, i / (grid.x * grid.y)};
-        kernel();
-        state->barrier.arrive_and_wait();
-      }
+  running = state.get();
+  for (int i = 0; i < grid.x * grid.y * grid.z; ++i) {
+    running->index = {i % grid.x, i / grid.x % grid.y, i / (grid.x * grid.y)};
+    fibers.run(threads_of_block, [&](int t) {
+      self().index = {t, 0, 0};
+      kernel();
     });
-  }
-  for (std::thread& each : threads) {
-    each.join();
   }
 }
 
 inline float from_half(uint16_t bits) {
   const int exponent = bits >> 10 & 31, fraction = bits & 1023;
-  const float size = exponent == 0    ? std::ldexp(static_cast<float>(fraction), -24)
-                     : exponent == 31 ? (fraction != 0 ? std::numeric_limits<float>::quiet_NaN()
-                                                       : std::numeric_limits<float>::infinity())
-                                      : std::ldexp(static_cast<float>(fraction + 1024), exponent - 25);
+  const int64_t in_steps = exponent == 0 ? fraction : int64_t{1024 + fraction} << (exponent - 1);
+  float size = 0x1p-24F * static_cast<float>(in_steps);
+  if (exponent == 31) {
+    size = fraction != 0 ? std::numeric_limits<float>::quiet_NaN() : std::numeric_limits<float>::infinity();
+  }
   return (bits & 0x8000) != 0 ? -size : size;
 }
 
@@ -161,8 +166,8 @@ inline uint16_t to_bfloat16(float number) {
 
 #define DEVICE inline
 #define KERNEL(blocks) inline void
-#define threadIdx ::gpu::thread
-#define blockIdx ::gpu::block
+#define threadIdx ::gpu::self().index
+#define blockIdx ::gpu::running->index
 #define kInfinity std::numeric_limits<float>::infinity()
 
 struct uint4 {
@@ -170,7 +175,7 @@ struct uint4 {
 };
 
 inline void __syncthreads() {
-  gpu::running->barrier.arrive_and_wait();
+  gpu::running->barrier.wait();
 }
 
 template <class Word>

@@ -22,7 +22,7 @@ inline u32 address_of(const void* shared) {
 
 /// In the thread's own time.
 inline void copy_bytes(void* to, const void* from, size_t bytes, int there) {
-  gpu::copies.begin([=] {
+  gpu::self().copies.begin([=] {
     if (there) {
       std::memcpy(to, from, bytes);
     } else {
@@ -38,8 +38,8 @@ inline void copy_4_bytes(void* to, const void* from, int there) {
 }
 
 inline void wait_for_copies() {
-  gpu::copies.end_group();
-  gpu::copies.wait(0);
+  gpu::self().copies.end_group();
+  gpu::self().copies.wait(0);
 }
 
 inline float unpack(u16 number) {

@@ -1,4 +1,4 @@
-// The kernels of csrc/cuda/device against plain sums, on a GPU made of threads.
+// The kernels of csrc/cuda/device against plain sums, on an emulated GPU.
 
 #include "gpu.h"
 #include "../../csrc/cuda/device/windows.h"

@@ -26,11 +26,11 @@ void begin_products(Numbers<columns>&) {}
 template <int columns>
 void settle(Numbers<columns>&) {}
 inline void end_products() {
-  gpu::products.end_group();
+  gpu::self().products.end_group();
 }
 template <int running>
 void wait_for_products() {
-  gpu::products.wait(running);
+  gpu::self().products.wait(running);
 }
 
 template <int columns, class Left>
@@ -48,7 +48,7 @@ void multiply(Numbers<columns>& c, u64 b, bool across, Left left) {
 
 template <int columns>
 void multiply_tiles(Numbers<columns>& c, u64 a, u64 b, int adds) {
-  gpu::products.begin([&c, a, b, adds] {
+  gpu::self().products.begin([&c, a, b, adds] {
     if (!adds) {
       clear(c);
     }
@@ -62,7 +62,7 @@ void multiply_rounded(Numbers<columns>& c, const u32 (&a)[4], u64 b) {
   const auto& given = gpu::exchange([&](gpu::Exchange& to) { to.numbers[lane] = {a[0], a[1], a[2], a[3]}; });
   std::array<std::array<u32, 6>, 4> four;  // of the lanes that have this one's rows
   std::copy_n(given.numbers.begin() + lane / 4 * 4, 4, four.begin());
-  gpu::products.begin([&c, four, b] {
+  gpu::self().products.begin([&c, four, b] {
     multiply(c, b, true, [&](int i, int k) {
       const u32 word = four[k % 8 / 2][i / 2 + k / 8 * 2];
       return unpack(static_cast<u16>(word >> (k % 2 * 16)));

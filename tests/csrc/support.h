@@ -67,8 +67,8 @@ inline double half_to_double(uint16_t h) {
   const int exponent = (h >> 10) & 31, mantissa = h & 1023;
   const double sign = h & 0x8000 ? -1.0 : 1.0;
   if (exponent == 31) return mantissa ? std::numeric_limits<double>::quiet_NaN() : sign * INFINITY;
-  const int bits = exponent == 0 ? mantissa : (1024 + mantissa) << (exponent - 1);  // in units of 2^-24
-  return sign * bits * 0x1p-24;
+  const int64_t in_steps = exponent == 0 ? mantissa : int64_t{1024 + mantissa} << (exponent - 1);
+  return sign * static_cast<double>(in_steps) * 0x1p-24;
 }
 
 inline uint16_t double_to_half(double x) {
