@@ -41,7 +41,7 @@ class Call:
     key_length: int = 512
     head_dim: int = 64
     value_dim: int | None = None
-    layout: str = "bhld"  # the order in memory
+    layout: str = "bhld"  # the order in memory; x: three tensors whose numbers lie between each other
     mask: str = "none"
     options: dict[str, Any] = field(default_factory=dict)
     special: tuple[str, float] | None = None  # a number in the middle of "query", "key", "value" or "grad"
@@ -62,8 +62,10 @@ class Call:
         return self.pairs() * (self.head_dim + (self.value_dim or self.head_dim))
 
     def tensor(self, dtype: torch.dtype, heads: int, length: int, dim: int, layout: str) -> Tensor:
-        sizes = {"b": self.batch, "h": heads, "l": length, "d": dim}
+        sizes = {"b": self.batch, "h": heads, "l": length, "d": dim, "x": 3}
         stored = torch.randn([sizes[axis] for axis in layout], dtype=torch.float32).to(dtype)
+        if layout.endswith("x"):
+            stored = stored[..., 0]
         return stored.permute([layout.index(axis) for axis in "bhld"])
 
     def plant(self, **tensors: Tensor) -> None:
@@ -177,7 +179,7 @@ def walks() -> dict[str, list[Call]]:
         ),
         **{
             f"layout_{rows}_rows": named(
-                ["bhld", "blhd", "bhdl"],
+                ["bhld", "blhd", "bhdl", "blhdx"],
                 lambda order, rows=rows: Call(
                     f"in memory {order}, {rows} rows", layout=order, query_length=rows, key_length=4096
                 ),

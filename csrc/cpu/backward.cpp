@@ -128,7 +128,7 @@ struct OutgoingGrads {
       mask_is_sum = args.attn_mask.numel() != scores || sizes.key_len == 1 ||
                     gradient_dtype(args, args.attn_mask) != args.query.scalar_type();
       mask = with_huge_pages(at::empty(args.attn_mask.sizes(), mask_is_sum ? accumulated : options));
-      if (mask_is_sum) {
+      if (sizes.batch == 0) {
         mask.zero_();
       }
     }
@@ -151,10 +151,15 @@ struct OutgoingGrads {
     }
   }
 
-  /// For kernels that do not fill it.
-  void clear_mask_of_slice(int64_t batch, int64_t batches, int64_t all) const {
-    if (mask.defined() && !mask_is_sum) {
+  /// For kernels that do not fill it. `is_shared`: by all batches.
+  void clear_mask_of_slice(int64_t batch, int64_t batches, int64_t all, bool is_shared) const {
+    if (!mask.defined()) {
+      return;
+    }
+    if (!is_shared) {
       mask.view({all, -1}).narrow(0, batch, batches).zero_();
+    } else if (batch == 0) {
+      mask.zero_();
     }
   }
 
@@ -240,14 +245,17 @@ SdpaInputs backward_cpu(const SdpaOutputs& grads, const SdpaArgs& args, const Sa
     outgoing.key.zero_gaps(keys_left_out);
     outgoing.value.zero_gaps(keys_left_out);
   }
+  const bool mask_is_shared = params.grad_mask.batch_offsets != nullptr || params.grad_mask.batch_stride == 0;
   for (int64_t batch = 0; batch < sizes.batch; batch += outgoing.slice) {
     const int64_t batches = std::min(outgoing.slice, sizes.batch - batch);
     BackwardParams part = slice_of(params, batch, batches, bytes_of(args.attn_mask), bytes_of(args.sinks));
     part.grad_query = outgoing.query.slice_from(batch);
     part.grad_key = outgoing.key.slice_from(batch);
     part.grad_value = outgoing.value.slice_from(batch);
+    part.adds_to_mask_grad = (batch > 0 && mask_is_shared) || args.sequences.defined();
     const int threads = useful_threads(work_of(part.shape));
     if (args.sequences.defined()) {
+      outgoing.clear_mask_of_slice(batch, batches, sizes.batch, mask_is_shared);
       std::vector<BackwardParams> problems;
       for (int64_t i = 0; i < std::ssize(sequences); ++i) {
         problems.push_back(sequence_of(part, sequences[static_cast<size_t>(i)], i, std::ssize(sequences),
@@ -257,7 +265,7 @@ SdpaInputs backward_cpu(const SdpaOutputs& grads, const SdpaArgs& args, const Sa
     } else {
       const auto call = plan_call(kernels_of(table->backward, dtype), part, threads);
       if (!call.plan.fills_mask_grad) {
-        outgoing.clear_mask_of_slice(batch, batches, sizes.batch);
+        outgoing.clear_mask_of_slice(batch, batches, sizes.batch, mask_is_shared);
       }
       run_call(call, threads);
     }

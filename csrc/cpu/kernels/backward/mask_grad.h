@@ -14,11 +14,12 @@ class MaskGrad {
   using T = typename S::Accum;
 
   MaskGrad() = default;  // not wanted
-  // data: the caller's, or another copy of the sums
-  MaskGrad(const ResultView& view, void* data)
-      : view_(&view), data_(data), column_stride_(view.column_stride), wide_(view.wide) {}
+  // data: the caller's, or another copy of the sums. Sets: nothing has been added to them.
+  MaskGrad(const ResultView& view, void* data, bool sets = false)
+      : view_(&view), data_(data), column_stride_(view.column_stride), wide_(view.wide), sets_(sets) {}
 
   bool wanted() const { return data_ != nullptr; }
+  bool sets() const { return sets_; }
   void* data() const { return data_; }
   const ResultView& view() const { return *view_; }
   int64_t place(int64_t batch, int64_t head, int64_t row, int64_t key) const {
@@ -32,7 +33,12 @@ class MaskGrad {
 
   // dS of one row and up to kLane keys, the first of them at `place`; the mask has keys.
   ATTN_EXT_INLINE void put(int64_t place, Vec<T> grads, int64_t count) const {
-    if (wide_) return add_row(static_cast<T*>(data_) + place, column_stride_, grads, count);
+    if (wide_) {
+      T* sums = static_cast<T*>(data_) + place;
+      if (!sets_) return add_row(sums, column_stride_, grads, count);
+      grads += Vec<T>{};  // as if added to 0, which -0 is not
+      return count == S::kLane ? store(sums, grads) : store_partial(sums, grads, count);
+    }
     auto* to = static_cast<typename S::Element*>(data_) + place;
     count == S::kLane ? store_element(to, grads) : store_element_partial(to, grads, count);
   }
@@ -55,6 +61,7 @@ class MaskGrad {
   void* data_ = nullptr;
   int64_t column_stride_ = 0;  // of the view, where every vector asks for it
   bool wide_ = true;
+  bool sets_ = false;  // of sums, whose columns are neighbours then
 };
 
 }  // namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY

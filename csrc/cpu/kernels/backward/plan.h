@@ -111,11 +111,14 @@ ATTN_EXT_INLINE bool mask_grad_in_pairs(const BackwardParams& params) {
          params.rule.softcap == 0;
 }
 
-// Whether tiles write all of a gradient of one number for each score, 0 for what nobody sees. Windows leave
-// out whole blocks.
+// Whether tiles write all of a gradient, 0 for what nobody sees: of one number for each score, or of sums over
+// heads and batches, which the first of these sets. Windows leave out whole blocks.
 ATTN_EXT_INLINE bool tiles_fill_mask_grad(const BackwardParams& params) {
-  return params.grad_mask.data != nullptr && !params.grad_mask.wide && params.rule.window_left < 0 &&
-         params.rule.window_right < 0;
+  const ResultView& grad = params.grad_mask;
+  if (grad.data == nullptr || params.rule.window_left >= 0 || params.rule.window_right >= 0) return false;
+  if (!grad.wide) return true;
+  return grad.column_stride == 1 && grad.row_stride != 0 && grad.batch_offsets == nullptr &&
+         group_size(params.shape) == 1 && unit_count(params.shape) > 0 && !params.adds_to_mask_grad;
 }
 
 // Whether one in pairs goes past the caches, which it would fill.

@@ -128,6 +128,7 @@ struct BackwardParams : CallParams {
   // broadcasts; else each number is written once at most, in the query's dtype, which takes a mask that
   // broadcasts over nothing, and more than one key.
   ResultView grad_mask;
+  bool adds_to_mask_grad = false;  // other calls have added to it: no plan fills it
   int64_t grad_mask_size = 0;  // elements from grad_mask.data on
   void* grad_sinks = nullptr;  // (B, Hq) contiguous, T; written
 };

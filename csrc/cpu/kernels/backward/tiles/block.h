@@ -314,7 +314,7 @@ class KeyQueryBlock {
   const ScoreUnits<T> units_;
   const bool wants_grads_;                             // of the scores: for query, key or mask
   const bool full_;                                    // any of what plain_cell and partial_row do not know
-  const bool mask_pairs_, fills_mask_, streams_mask_;  // plan.h
+  const bool mask_pairs_, streams_mask_;  // plan.h
   const int64_t cell_size_;                            // keys of a cell
   MaskGrad<S> mask_grad_;
   int64_t batch_ = 0, key_head_ = 0, key_first_ = 0, key_count_ = 0;
@@ -348,14 +348,13 @@ KeyQueryBlock<S>::KeyQueryBlock(const BackwardParams& params, const TilesPlan& p
       full_(params.dropout.enabled || params.rule.softcap > 0 || params.grad_weights.data != nullptr ||
             params.grad_key_mass.data != nullptr || params.grad_output.data == nullptr),
       mask_pairs_(mask_grad_in_pairs<S>(params)),
-      fills_mask_(tiles_fill_mask_grad(params)),
       streams_mask_(streams_mask_grad<S>(params)),
       cell_size_(cell_rows_of<S>(params)) {}
 
 template <typename S>
 bool KeyQueryBlock<S>::make_grads(int64_t head, Range rows, const QueryPack<S>& pack, const BlockPart& part) {
   const bool any = set_block(head, rows, pack, part);
-  if (fills_mask_) clear_unseen_mask_grads();
+  if (mask_grad_.sets()) clear_unseen_mask_grads();
   if (!any) return false;
   for (int64_t panel = part_.queries.begin; panel < part_.queries.end; panel += S::kPanel) {
     if (params_.dropout.enabled) draw_dropout(panel);

@@ -47,7 +47,7 @@ void Tiles<S>::plan(const BackwardParams& params, const BackwardParams& given, i
 
 template <typename S>
 int64_t Tiles<S>::tasks(const BackwardPlan& plan, int64_t round) {
-  if (round == 0) return plan.chains.mask_copies > 1 ? 1 : 0;
+  if (round == 0) return plan.chains.mask_copies > 1 && !plan.fills_mask_grad ? 1 : 0;
   const TilesPlan& tiles = plan.tiles;
   if (round == 2) return tiles.chain_tasks > 1 ? tiles.sum_tasks : MaskCopies<T>::sum_tasks(plan.chains);
   return plan.chains.count * (tiles.in_turn ? turns_of_chain(tiles) : tiles.chain_tasks);

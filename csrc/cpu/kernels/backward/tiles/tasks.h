@@ -57,6 +57,7 @@ class Tiles {
         plan_(plan.tiles),
         chains_(plan.chains),
         exact_delta_(plan.exact_delta),
+        fills_mask_(plan.fills_mask_grad),
         streamed_(plan.streamed),
         streams_mask_(streams_mask_grad<S>(params)),
         shape_(params.shape),
@@ -132,6 +133,10 @@ class Tiles {
 
   int64_t head_of(Unit unit, int64_t group_head) const { return unit.key_head * group_ + group_head; }
 
+  // As a unit of a chain, its first or another, is to make it.
+  MaskGrad<S> mask_grad(int64_t chain, bool first) const {
+    return {params_.grad_mask, mask_copies_.of_chain(chains_, chain), fills_mask_ && first};
+  }
   void pack_queries(Unit unit, int64_t group_head, int64_t block) const {
     pack_query_block<S>(params_, plan_, memory_.query_pack(group_head, block), unit.batch,
                         head_of(unit, group_head), grid_.query_rows(block), exact_delta_, cleaned_);
@@ -148,10 +153,10 @@ class Tiles {
                       take_block_states(arena_, plan_.key_blocks)};
     if (!plan_.blocks_apart) memory_.put_at(states.queries.of, states.keys.of);
     KeyQueryBlock<S> scores(params_, plan_, scratch);
-    scores.set_mask_grad({params_.grad_mask, mask_copies_.of_chain(chains_, chain)});
     const Range members = chain_members(chains_, chain);
     for (int64_t i = members.begin; i < members.end; ++i) {
       const Unit unit = chain_unit(shape_, chains_, chain, i);
+      scores.set_mask_grad(mask_grad(chain, i == members.begin));
       plan_.blocks_apart ? run_blocks_apart(scores, unit, sum) : run_unit(scores, unit, states);
     }
     if (streamed_ || streams_mask_) finish_streams();
@@ -247,7 +252,7 @@ class Tiles {
   const BackwardParams& params_;
   const TilesPlan& plan_;
   const ChainsPlan& chains_;
-  const bool exact_delta_, streamed_, streams_mask_;
+  const bool exact_delta_, fills_mask_, streamed_, streams_mask_;
   const AttentionShape& shape_;
   const int64_t group_;
   const BlockGrid<S> grid_;

@@ -199,14 +199,15 @@ void KeyQueryBlock<S>::put_mask_pairs() {
 // Of cells that no query sees.
 template <typename S>
 void KeyQueryBlock<S>::clear_unseen_mask_grads() {
-  const int64_t row_stride = mask_grad_.view().row_stride;
+  const ResultView& view = mask_grad_.view();
+  const int64_t bytes = view.wide ? sizeof(T) : sizeof(Element);
   for (int64_t panel = part_.queries.begin; panel < part_.queries.end; panel += S::kPanel) {
     const int64_t queries = smaller(S::kPanel, query_count_ - panel);
-    auto* rows = static_cast<Element*>(mask_grad_.data()) +
-                 mask_grad_.place(batch_, head_, query_first_ + panel, key_first_);
+    const int64_t first = mask_grad_.place(batch_, head_, query_first_ + panel, key_first_);
     for (int64_t cell = part_.keys.begin; cell < part_.keys.end; cell += cell_size_) {
       for (int64_t q = 0; !live(cell, panel) && q < queries; ++q) {
-        memset(rows + q * row_stride + cell, 0, static_cast<size_t>(cell_rows(cell)) * sizeof(Element));
+        char* row = static_cast<char*>(mask_grad_.data()) + (first + q * view.row_stride + cell) * bytes;
+        memset(row, 0, static_cast<size_t>(cell_rows(cell) * bytes));
       }
     }
   }

@@ -125,7 +125,6 @@ void Tiles<S>::meet_in_turn(int64_t chain, const Meeting& meeting, const Turns& 
   const BlockPart part{grid_.part_of_keys(key), grid_.part_of_queries(query)};
   const auto scratch = take_key_query_scratch<S>(arena_, params_, plan_.block_keys, plan_.block_queries);
   KeyQueryBlock<S> scores(params_, plan_, scratch);
-  scores.set_mask_grad({params_.grad_mask, mask_copies_.of_chain(chains_, chain)});
   const Range members = chain_members(chains_, chain);
   const auto lanes_of = [&](Unit unit) {
     return Range{key_lane(unit, key), query_lane(unit, meeting.group_head, query)};
@@ -146,6 +145,7 @@ void Tiles<S>::meet_in_turn(int64_t chain, const Meeting& meeting, const Turns& 
     turns.wait(keys_at, kReady);
     turns.wait(queries_at, kReady);
     set_keys(scores, unit, key.block);
+    scores.set_mask_grad(mask_grad(chain, index == members.begin));
     const bool any = scores.make_grads(head_of(unit, meeting.group_head), grid_.query_rows(query.block),
                                        memory_.query_pack(meeting.group_head, query.block), part);
     turns.wait(keys_at, meeting.key_before);
