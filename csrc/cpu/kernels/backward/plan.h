@@ -111,8 +111,8 @@ ATTN_EXT_INLINE bool mask_grad_in_pairs(const BackwardParams& params) {
          params.rule.softcap == 0;
 }
 
-// Whether tiles write all of a gradient, 0 for what nobody sees: of one number for each score, or of sums over
-// heads and batches, which the first of these sets. Windows leave out whole blocks.
+// Whether tiles write all of a gradient, 0 for what nobody sees: of one number for each score, or of sums
+// over heads and batches, which the first of these sets. Windows leave out whole blocks.
 ATTN_EXT_INLINE bool tiles_fill_mask_grad(const BackwardParams& params) {
   const ResultView& grad = params.grad_mask;
   if (grad.data == nullptr || params.rule.window_left >= 0 || params.rule.window_right >= 0) return false;

@@ -129,8 +129,8 @@ struct BackwardParams : CallParams {
   // broadcasts over nothing, and more than one key.
   ResultView grad_mask;
   bool adds_to_mask_grad = false;  // other calls have added to it: no plan fills it
-  int64_t grad_mask_size = 0;  // elements from grad_mask.data on
-  void* grad_sinks = nullptr;  // (B, Hq) contiguous, T; written
+  int64_t grad_mask_size = 0;      // elements from grad_mask.data on
+  void* grad_sinks = nullptr;      // (B, Hq) contiguous, T; written
 };
 
 }  // namespace attn_ext::cpu

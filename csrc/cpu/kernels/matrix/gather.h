@@ -28,7 +28,8 @@ struct ShuffledGather {
   static constexpr int start(int vector) {
     return vector < Stride - 1 ? vector * kCount : (kCount - 1) * (Stride - 1);
   }
-  // From lanes that the vectors before `vector` have filled, and from `vector` itself, numbered from kCount on.
+  // From lanes that the vectors before `vector` have filled, and from `vector` itself, numbered from kCount
+  // on.
   static constexpr int chosen(int vector, int lane) {
     const int source = lane * Stride / kCount, place = lane * Stride - start(source);
     if (source == vector) return kCount + place;
@@ -84,8 +85,8 @@ ATTN_EXT_INLINE void prefetch_row(const Element* row, int64_t stride, int64_t co
 
 constexpr int64_t kGatheredRowsAhead = 16;
 
-// Copies rows [row, row + rows) x columns [column, column + columns) into a dense block, zero past the matrix.
-// Out of line to keep the packing loops small.
+// Copies rows [row, row + rows) x columns [column, column + columns) into a dense block, zero past the
+// matrix. Out of line to keep the packing loops small.
 template <typename Element>
 __attribute__((noinline)) void gather_block(const Matrix<Element>& m, int64_t row, int64_t rows,
                                             int64_t column, int64_t columns, Element* out) {

@@ -89,8 +89,8 @@ ATTN_EXT_INLINE void pack_row(const Element* from, int64_t columns, const Elemen
   for (int64_t c = 0; c < columns; c += kElements, out += kCount) {
     if (ahead != nullptr) __builtin_prefetch(ahead + c, 0, 2);
     const bool whole = c + kElements <= columns;
-    store(out, whole ? load_operands<Product>(from + c)
-                     : load_operands_partial<Product>(from + c, columns - c));
+    store(out,
+          whole ? load_operands<Product>(from + c) : load_operands_partial<Product>(from + c, columns - c));
   }
 }
 

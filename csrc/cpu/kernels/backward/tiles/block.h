@@ -312,10 +312,10 @@ class KeyQueryBlock {
   const TilesPlan& plan_;
   const KeyQueryScratch<S>& s_;
   const ScoreUnits<T> units_;
-  const bool wants_grads_;                             // of the scores: for query, key or mask
-  const bool full_;                                    // any of what plain_cell and partial_row do not know
+  const bool wants_grads_;                // of the scores: for query, key or mask
+  const bool full_;                       // any of what plain_cell and partial_row do not know
   const bool mask_pairs_, streams_mask_;  // plan.h
-  const int64_t cell_size_;                            // keys of a cell
+  const int64_t cell_size_;               // keys of a cell
   MaskGrad<S> mask_grad_;
   int64_t batch_ = 0, key_head_ = 0, key_first_ = 0, key_count_ = 0;
   int64_t head_ = 0, query_first_ = 0, query_count_ = 0, padded_queries_ = 0;
