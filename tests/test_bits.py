@@ -144,8 +144,10 @@ def test_bits_of_a_few_rows_do_not_depend_on_how_keys_and_values_lie(
 @pytest.mark.parametrize("apart", [2, 3, 4, 5, 12])
 @pytest.mark.parametrize("query_len", [1, 7, 24, 150])
 def test_bits_do_not_depend_on_how_far_apart_columns_lie(query_len, apart, dim, value_dim, dtype):
-    def laid(x):  # the numbers between are another tensor's, as where query, key and value are interleaved
-        return x.detach().unsqueeze(-1).expand(*x.shape, apart).contiguous()[..., -1].requires_grad_()
+    def laid(x):  # NaN lies between, and the last number ends the storage
+        stored = torch.full((*x.shape, apart), torch.nan, dtype=x.dtype)
+        stored[..., -1] = x.detach()
+        return stored[..., -1].requires_grad_()
 
     operands = tuple(
         torch.randn(2, 3, length, columns, dtype=dtype, requires_grad=True)

@@ -36,9 +36,10 @@ bool all_gathered_finite(const Matrix<Element>& m) {
   Element block[kRows * kColumns];
   bool finite = true;
   for (int64_t r = 0; r < m.rows; r += kRows) {
+    const int64_t rows = smaller(kRows, m.rows - r);
     for (int64_t c = 0; c < m.columns; c += kColumns) {
-      gather_block(m, r, kRows, c, kColumns, block);
-      finite &= all_finite(Matrix<Element>{block, kColumns, 1, kRows, kColumns});
+      gather_block(m, r, rows, c, kColumns, block);
+      finite &= all_finite(Matrix<Element>{block, kColumns, 1, rows, kColumns});
     }
   }
   return finite;

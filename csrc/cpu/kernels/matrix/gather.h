@@ -25,11 +25,11 @@ constexpr size_t kLeastShuffledBytes = 4;
 template <typename T, int Stride>
 struct ShuffledGather {
   static constexpr int kCount = kLanes<T>;
+  static_assert(Stride <= kCount + 1);  // the vectors before the last end before it
   static constexpr int start(int vector) {
     return vector < Stride - 1 ? vector * kCount : (kCount - 1) * (Stride - 1);
   }
-  // From lanes that the vectors before `vector` have filled, and from `vector` itself, numbered from kCount
-  // on.
+  // From the lanes filled by the vectors before `vector`, and from it, numbered from kCount on.
   static constexpr int chosen(int vector, int lane) {
     const int source = lane * Stride / kCount, place = lane * Stride - start(source);
     if (source == vector) return kCount + place;
@@ -69,7 +69,9 @@ ATTN_EXT_INLINE void gather_row(const Element* from, int64_t stride, int64_t cou
     if (count >= kLanes<T>) {
       if (stride == 2) return shuffle_row<2>(numbers, count, row);
       if (stride == 3) return shuffle_row<3>(numbers, count, row);
-      if (stride == kMostShuffledStride) return shuffle_row<kMostShuffledStride>(numbers, count, row);
+      if constexpr (kMostShuffledStride <= kLanes<T> + 1) {
+        if (stride == kMostShuffledStride) return shuffle_row<kMostShuffledStride>(numbers, count, row);
+      }
     }
   }
   for (int64_t i = 0; i < count; ++i) to[i] = from[i * stride];
