@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.jit import is_scripting  # type: ignore[attr-defined]
 
 from ._paged import cache_write_, sdpa_paged
 
@@ -46,7 +47,7 @@ class KeyValueCache:
         lengths: :math:`(B,)`, keys of each sequence.
 
     Raises:
-        ValueError: a size that is not greater than 0.
+        ValueError: a size that is not greater than 0; a dtype that no cache has.
 
     Source:
         Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention".
@@ -97,6 +98,19 @@ class KeyValueCache:
         self.value_pages: Tensor = torch.ops.attn_ext._cache_zeros(
             [pages, num_heads, page_rows, value_dim], dtype=dtype, device=device
         ).transpose(1, 2)
+        stored = self.key_pages.dtype
+        if stored not in (
+            torch.float64,
+            torch.float32,
+            torch.bfloat16,
+            torch.float16,
+            torch.int8,
+            torch.float8_e4m3fn,
+        ):
+            raise ValueError(
+                "attn_ext: expected a cache of float64, float32, bfloat16, float16, int8 or float8_e4m3fn, "
+                f"but got {stored}"
+            )
         key_scale: Tensor | None = None
         value_scale: Tensor | None = None
         # The number that the largest of a row is stored as; 0 where rows are stored as they are.
@@ -160,6 +174,8 @@ class KeyValueCache:
             RuntimeError: as :meth:`append`; offsets that do not begin at 0, fall, or do not end at :math:`T`;
                 a sequence that is not there or is named twice. Then nothing has changed.
         """
+        if not is_scripting():
+            _check_numbers("cu_seqlens", cu_seqlens)
         if sequences is not None:
             self._check_sequences(sequences)
         before = self._of(self.lengths, sequences)
@@ -306,6 +322,8 @@ class KeyValueCache:
 
     def _check_sequences(self, sequences: Tensor) -> None:
         """A page that is freed twice would be given to two sequences."""
+        if not is_scripting():
+            _check_numbers("sequences", sequences)
         batch = self.lengths.size(0)
         numbers: list[int] = sequences.tolist()
         seen = [False] * batch
@@ -384,3 +402,10 @@ class KeyValueCache:
             raise RuntimeError(f"attn_ext: expected key and value of a floating dtype, but got {rows.dtype}")
         largest = rows.detach().abs().amax(-1, keepdim=True).float()
         return (largest / self.largest).clamp_min(1.1754943508222875e-38)
+
+
+@torch.jit.unused
+def _check_numbers(name: str, numbers: object) -> None:
+    if not isinstance(numbers, Tensor) or numbers.dtype not in (torch.int64, torch.int32):
+        got = numbers.dtype if isinstance(numbers, Tensor) else type(numbers).__name__
+        raise TypeError(f"attn_ext: expected {name} as a tensor of int64 or int32, but got {got}")

@@ -382,6 +382,21 @@ class TestErrors:
         with pytest.raises(ValueError, match=f"sizes of a cache greater than 0, but got {size}"):
             attn_ext.KeyValueCache(**sizes)
 
+    @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.float8_e5m2, torch.bool])
+    def test_dtypes_that_no_cache_has(self, dtype):
+        with pytest.raises(ValueError, match=f"float16, int8 or float8_e4m3fn, but got {dtype}"):
+            make(dtype=dtype)
+
+    def test_numbers_that_are_no_tensors_of_integers(self):
+        cache = make(5)
+        key = torch.randn(3, 2, 8)
+        with pytest.raises(TypeError, match="expected sequences as a tensor of int64 or int32, but got list"):
+            cache.reset([0])
+        with pytest.raises(TypeError, match=r"expected sequences .*, but got torch\.bool"):
+            cache.reset(torch.tensor([True, False, False]))
+        with pytest.raises(TypeError, match=r"expected cu_seqlens as a tensor .*, but got list"):
+            cache.append_packed(key, key[..., :6], [0, 1, 2, 3])
+
     def test_number_of_pages(self):
         with pytest.raises(ValueError, match="num_pages greater than 0, but got 0"):
             make(5, num_pages=0)

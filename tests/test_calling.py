@@ -528,6 +528,24 @@ def test_function_takes_integers_for_floats(op, device):
 
 
 @by_op
+def test_function_refuses_scalars_that_would_lose_a_gradient_or_are_no_flags(op, device):
+    function = getattr(attn_ext, op)
+    inputs = torch.randn(3, 2, 4, 8, device=device)
+    learned = torch.tensor(0.5, device=device, requires_grad=True)
+    for name in ("scale", "softcap", "dropout_p"):
+        with pytest.raises(
+            TypeError, match=f"expected {name} to be a number, but got a tensor that requires"
+        ):
+            function(*inputs, **{name: learned})
+    for flag, got in ((None, "NoneType"), (1, "int"), (torch.tensor(True), "Tensor")):
+        with pytest.raises(TypeError, match=f"expected is_causal to be a bool, but got {got}"):
+            function(*inputs, is_causal=flag)
+    torch.testing.assert_close(
+        function(*inputs, scale=learned.detach()), function(*inputs, scale=0.5), rtol=0, atol=0
+    )
+
+
+@by_op
 def test_function_refuses_what_is_no_tensor(op, device):
     query = torch.randn(2, 4, 8, device=device)
     with pytest.raises(RuntimeError, match="key to be a tensor"):

@@ -458,6 +458,16 @@ class TestFromTorch:
         with pytest.raises(ValueError, match=f"{option}=True has no counterpart"):
             MultiHeadAttention.from_torch(nn.MultiheadAttention(16, 4, **{option: True}))
 
+    @pytest.mark.parametrize("sizes", [{}, {"kdim": 8, "vdim": 9}])
+    def test_what_is_frozen_stays_frozen(self, sizes):
+        theirs = nn.MultiheadAttention(16, 4, **sizes)
+        theirs.requires_grad_(False)
+        theirs.in_proj_bias.requires_grad_(True)
+        ours = dict(MultiHeadAttention.from_torch(theirs).named_parameters())
+        assert {name for name, parameter in ours.items() if parameter.requires_grad} == (
+            {"query_proj.bias", "key_proj.bias", "value_proj.bias"} if sizes else {"in_proj_bias"}
+        )
+
 
 OPTIONS = {
     "scale": {"scale": 0.0},
@@ -552,7 +562,9 @@ class TestScoreOptions:
             ({"softcap": -2.0}, ValueError, r"softcap must be at least 0 \(0 = none\), got -2.0"),
             ({"softcap": float("inf")}, ValueError, "softcap must be finite, got inf"),
             ({"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
+            ({"scale": nn.Parameter(torch.ones(()))}, TypeError, "scale must be a number, got a tensor .*"),
             ({"windows": 3}, TypeError, "expected options among scale, window_left, .*, got windows"),
+            ({"device": "cpu"}, TypeError, r"expected options .*, got device \(move the module by .*\)"),
         ],
     )
     def test_bad_ones_are_refused(self, case, options, error, message):
@@ -594,6 +606,9 @@ class TestPackedProjection:
         del state["key_proj.weight"]
         with pytest.raises(RuntimeError, match=r"in_proj_weight"):
             MultiHeadAttention(16, 4).load_state_dict(state)
+        grouped = MultiHeadAttention(16, 4, num_kv_heads=2, packed=False)
+        with pytest.raises(RuntimeError, match="size mismatch for in_proj_weight: expected 32 rows"):
+            grouped.load_state_dict(nn.MultiheadAttention(16, 4).state_dict())
 
     def test_loads_the_state_of_torch_as_it_is(self):
         theirs, ours = nn.MultiheadAttention(16, 4, batch_first=True), MultiHeadAttention(16, 4)
@@ -631,3 +646,20 @@ class TestPackedProjection:
 
         expected = torch.stack([module(x)[0] for module in modules])
         assert_close(torch.func.vmap(call)(parameters, buffers), expected)
+
+
+def test_padding_of_other_columns_than_keys_is_refused():
+    padding = torch.zeros(2, 1, dtype=torch.bool)
+    x, context = torch.randn(2, 6, 16), torch.randn(2, 3, 16)
+    for module in (SelfAttention(16), CrossAttention(16), MultiHeadAttention(16, 4)):
+        inputs = [x] if isinstance(module, SelfAttention) else [x, context]
+        keys = inputs[-1].shape[1]
+        with pytest.raises(ValueError, match=rf"for each of the {keys} keys, got shape \[2, 1\]"):
+            module(*inputs, key_padding_mask=padding)
+        every = padding.expand(2, keys)
+        assert_close(module(*inputs, key_padding_mask=every)[0], module(*inputs)[0])
+
+
+def test_context_of_another_batch_is_refused():
+    with pytest.raises(RuntimeError, match=r"one batch, but got shapes \[2, 6, 16\] and \[3, 9, 16\]"):
+        CrossAttention(16)(torch.randn(2, 6, 16), torch.randn(3, 9, 16))

@@ -135,6 +135,15 @@ class AttentionModule(nn.Module):
             self.last_weights = weights.detach()
         return output, weights if need_weights else None
 
+    def _check_padding(self, key_padding_mask: Tensor, keys: int) -> None:
+        """Refuse what would broadcast over the keys; with context_parallel they are those of all ranks."""
+        columns = 0 if key_padding_mask.dim() == 0 else key_padding_mask.size(-1)
+        if columns != keys and self.context_parallel is None:
+            raise ValueError(
+                f"key_padding_mask must have a column for each of the {keys} keys, got shape "
+                f"{list(key_padding_mask.shape)}"
+            )
+
     @torch.jit.unused
     def _attend_parallel(
         self,
@@ -180,11 +189,33 @@ class AttentionModule(nn.Module):
         return ", ".join([f"dropout={self.dropout}", *given])
 
 
+# What nn.MultiheadAttention's other arguments are here.
+_OF_TORCH = {
+    "kdim": "kdim is key_dim in MultiHeadAttention",
+    "vdim": "vdim is value_in_dim in MultiHeadAttention",
+    "batch_first": "inputs are (batch, length, features)",
+    "device": "move the module by .to(device)",
+    "dtype": "convert the module by .to(dtype)",
+    "add_bias_kv": "it has no counterpart",
+    "add_zero_attn": "it has no counterpart",
+}
+
+
 def _check_options(options: ScoreOptions) -> None:
     unknown = options.keys() - ScoreOptions.__annotations__.keys()
     if unknown:
         names = ", ".join(ScoreOptions.__annotations__)
-        raise TypeError(f"expected options among {names}, got {', '.join(sorted(unknown))}")
+        hints = [f" ({_OF_TORCH[name]})" for name in sorted(unknown) if name in _OF_TORCH]
+        raise TypeError(
+            f"expected options among {names}, beside the arguments that help() lists, got "
+            f"{', '.join(sorted(unknown))}{''.join(hints)}"
+        )
+    for name in ("scale", "softcap"):
+        value = options.get(name)
+        if isinstance(value, Tensor) and value.requires_grad:
+            raise TypeError(
+                f"{name} must be a number, got a tensor that requires grad, which it would not get"
+            )
     windows = {"window_left": options.get("window_left"), "window_right": options.get("window_right")}
     for name, window in windows.items():
         if window is not None:

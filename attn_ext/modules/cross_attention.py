@@ -83,11 +83,20 @@ class CrossAttention(AttentionModule):
             None.
 
         Raises:
-            ValueError: a mask that is neither bool nor floating.
+            ValueError: a mask that is neither bool nor floating; a ``key_padding_mask`` of other columns than
+                there are keys.
             RuntimeError: what :func:`attn_ext.sdpa` refuses.
         """
+        if x.dim() == context.dim() and not x.is_nested:
+            for ours, theirs in zip(x.shape[:-2], context.shape[:-2]):  # noqa: B905 (TorchScript)
+                if ours != theirs and ours != 1 and theirs != 1:
+                    raise RuntimeError(
+                        "attn_ext: expected x and context of one batch, but got shapes "
+                        f"{list(x.shape)} and {list(context.shape)}"
+                    )
         query, key, value = self.project(x, context)
         if key_padding_mask is not None:
+            self._check_padding(key_padding_mask, context.size(-2))
             key_padding_mask = key_padding_mask.unsqueeze(-2)
         attn_mask = to_attn_mask(mask, key_padding_mask)
         return self._attend(query, key, value, attn_mask, False, query_offset, need_weights)

@@ -49,7 +49,8 @@ class MultiHeadAttention(AttentionModule):
             state dict fits a module with as many query as key/value heads. None if not packed.
         in_proj_bias: their biases; None if not packed, or without any.
 
-    A state dict of either layout loads into the other.
+    A state dict of either layout loads into the other. Projections begin as :class:`torch.nn.Linear` does, also
+    packed; :class:`torch.nn.MultiheadAttention` begins with Xavier's weights and biases of 0.
 
     Raises:
         ValueError: a size that is not greater than 0; ``num_heads`` does not divide ``embed_dim`` and no
@@ -138,8 +139,9 @@ class MultiHeadAttention(AttentionModule):
     def from_torch(cls, module: nn.MultiheadAttention) -> "MultiHeadAttention":
         """A module with copies of the weights of ``module``, called with inputs of the same layout.
 
-        Dropout, training mode, dtype, device and ``batch_first`` are taken over too. What differs is the
-        call: ``attn_mask`` is ``mask``, weights are returned on request only, and a matrix a head unless
+        Dropout, training mode, dtype, device, ``batch_first`` and which parameters require grad are taken
+        over too. What differs is the call: ``attn_mask`` is ``mask`` and stands before ``key_padding_mask``
+        (pass both by name), weights are returned on request only, and a matrix a head unless
         ``average_weights=True``.
 
         Raises:
@@ -170,6 +172,9 @@ class MultiHeadAttention(AttentionModule):
         )
         result.batch_first = module.batch_first
         result.to(module.out_proj.weight).load_state_dict(_state_from_torch(module))
+        theirs = dict(module.named_parameters())
+        for name, parameter in result.named_parameters():
+            parameter.requires_grad_(theirs[_name_in_torch(name)].requires_grad)
         return result.train(module.training)
 
     def forward(
@@ -212,7 +217,7 @@ class MultiHeadAttention(AttentionModule):
 
         Raises:
             ValueError: a mask that is neither bool nor floating, or that has three dims of which the first is
-                neither 1 nor :math:`B H`.
+                neither 1 nor :math:`B H`; a ``key_padding_mask`` of other columns than there are keys.
             RuntimeError: what :func:`attn_ext.sdpa` refuses, or the cache; a cache with what it cannot have.
         """
         if key is None:
@@ -228,6 +233,8 @@ class MultiHeadAttention(AttentionModule):
         transposed = not self.batch_first and query.dim() == 3
         batch_shape = [query.size(1)] if transposed else list(query.shape[:-2])
 
+        if key_padding_mask is not None:
+            self._check_padding(key_padding_mask, key.size(0) if transposed else key.size(-2))
         attn_mask = self._attn_mask(mask, key_padding_mask, batch_shape)
         query, key, value = self.project(query, key, value)
         if transposed:
@@ -301,8 +308,15 @@ class MultiHeadAttention(AttentionModule):
             packed = f"{prefix}in_proj_{kind}"
             apart = [f"{prefix}{name}_proj.{kind}" for name in ("query", "key", "value")]
             if self.in_proj_weight is None and packed in state_dict:
-                parts = state_dict.pop(packed).split(self.out_dims)
-                state_dict.update(zip(apart, parts, strict=True))
+                parameter = state_dict.pop(packed)
+                if parameter.size(0) != sum(self.out_dims):
+                    errors: list[str] = arguments[-1]
+                    errors.append(
+                        f"size mismatch for {packed}: expected {sum(self.out_dims)} rows of query, key and "
+                        f"value, got shape {list(parameter.shape)}"
+                    )
+                    continue
+                state_dict.update(zip(apart, parameter.split(self.out_dims), strict=True))
             elif self.in_proj_weight is not None and all(name in state_dict for name in apart):
                 state_dict[packed] = torch.cat([state_dict.pop(name) for name in apart])
         super()._load_from_state_dict(state_dict, prefix, *arguments)
@@ -367,3 +381,11 @@ def _state_from_torch(module: nn.MultiheadAttention) -> dict[str, Tensor]:
         if f"{theirs}_proj_weight" in state:
             state[f"{name}_proj.weight"] = state.pop(f"{theirs}_proj_weight")
     return state
+
+
+def _name_in_torch(name: str) -> str:
+    """The parameter of nn.MultiheadAttention that becomes, or holds, ours of this name."""
+    kind, _, part = name.partition("_proj.")
+    if kind not in ("query", "key", "value"):
+        return name
+    return f"{kind[0]}_proj_weight" if part == "weight" else "in_proj_bias"

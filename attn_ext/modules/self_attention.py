@@ -79,11 +79,13 @@ class SelfAttention(AttentionModule):
             The output :math:`(\dots, L, D_v)`, and the weights :math:`(\dots, L, L)` after dropout, or None.
 
         Raises:
-            ValueError: a mask that is neither bool nor floating.
+            ValueError: a mask that is neither bool nor floating; a ``key_padding_mask`` of other columns than
+                there are keys.
             RuntimeError: what :func:`attn_ext.sdpa` refuses.
         """
         query, key, value = self.project(x)
         if key_padding_mask is not None:
+            self._check_padding(key_padding_mask, x.size(-2))
             key_padding_mask = key_padding_mask.unsqueeze(-2)
         attn_mask = to_attn_mask(mask, key_padding_mask)
         return self._attend(query, key, value, attn_mask, is_causal, query_offset, need_weights)

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <array>
+#include <type_traits>
 
 #include "../composite/sdpa_packed_composite.h"
 #include "../paged/call.h"
@@ -54,6 +55,36 @@ bool read(PyObject* object, std::optional<T>& value) {
 
 bool read(PyObject* object, OrNone<at::Tensor> field) {
   return object == Py_None || read(object, field.tensor);
+}
+
+template <class T>
+constexpr bool kIsTensor = std::is_same_v<T, at::Tensor> || std::is_same_v<T, OrNone<at::Tensor>>;
+
+/// torch.ops takes whatever it can make a number or a flag of; as torch's own functions do, refuses a tensor
+/// whose gradient would be lost so, and flags that are none.
+template <class T>
+void check_scalar(const c10::Argument& argument, PyObject* object) {
+  if constexpr (std::is_same_v<T, bool>) {
+    const bool is_number = PyLong_Check(object) != 0 && PyBool_Check(object) == 0;
+    TORCH_CHECK_TYPE(object != Py_None && !is_number && !THPVariable_Check(object), "attn_ext: expected ",
+                     argument.name(), " to be a bool, but got ", Py_TYPE(object)->tp_name);
+  } else if constexpr (!kIsTensor<T>) {
+    TORCH_CHECK_TYPE(!THPVariable_Check(object) || !THPVariable_Unpack(object).requires_grad(),
+                     "attn_ext: expected ", argument.name(),
+                     " to be a number, but got a tensor that requires grad, which it would not get");
+  }
+}
+
+template <class Arguments>
+void check_scalars(const char* name, PyObject* const* objects, Arguments arguments) {
+  const auto& schema = c10::Dispatcher::singleton().findSchemaOrThrow(name, "").schema();
+  std::apply(
+      [&](auto&... argument) {
+        size_t i = 0;
+        ((check_scalar<std::remove_cvref_t<decltype(argument)>>(schema.arguments()[i], objects[i]), ++i),
+         ...);
+      },
+      arguments);
 }
 
 PyObject* wrap(const at::Tensor& tensor) {
@@ -111,10 +142,14 @@ PyObject* call(PyObject* op_of_torch, PyObject* const* arguments, Py_ssize_t pos
   Call call;
   PyObject* const* next = arguments;
   const auto read_all = [&](auto&&... argument) { return (read(*next++, argument) && ...); };
-  const bool plain = positional == std::ssize(std::array<char, kPositional<Call>>{}) &&
-                     are_keywords<Call>(names) && !at::impl::torch_function_mode_enabled() &&
-                     std::apply(read_all, call.arguments());
+  const bool in_order =
+      positional == std::ssize(std::array<char, kPositional<Call>>{}) && are_keywords<Call>(names);
+  const bool plain =
+      in_order && !at::impl::torch_function_mode_enabled() && std::apply(read_all, call.arguments());
   if (!plain) {
+    if (in_order) {
+      check_scalars(name, arguments, call.arguments());
+    }
     PyObject* const nested = positional > 0 ? nested_function(arguments[0], op_of_torch) : nullptr;
     return PyObject_Vectorcall(nested != nullptr ? nested : op_of_torch, arguments, positional, names);
   }
