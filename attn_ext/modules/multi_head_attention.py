@@ -49,8 +49,8 @@ class MultiHeadAttention(AttentionModule):
             state dict fits a module with as many query as key/value heads. None if not packed.
         in_proj_bias: their biases; None if not packed, or without any.
 
-    A state dict of either layout loads into the other. Projections begin as :class:`torch.nn.Linear` does, also
-    packed; :class:`torch.nn.MultiheadAttention` begins with Xavier's weights and biases of 0.
+    A state dict of either layout loads into the other. Projections begin as :class:`torch.nn.Linear` does,
+    also packed; :class:`torch.nn.MultiheadAttention` begins with Xavier's weights and biases of 0.
 
     Raises:
         ValueError: a size that is not greater than 0; ``num_heads`` does not divide ``embed_dim`` and no
