@@ -564,7 +564,7 @@ class TestScoreOptions:
             ({"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
             ({"scale": nn.Parameter(torch.ones(()))}, TypeError, "scale must be a number, got a tensor .*"),
             ({"windows": 3}, TypeError, "expected options among scale, window_left, .*, got windows"),
-            ({"device": "cpu"}, TypeError, r"expected options .*, got device \(move the module by .*\)"),
+            ({"batch_first": 1}, TypeError, r"expected options .*, got batch_first \(inputs are .*\)"),
         ],
     )
     def test_bad_ones_are_refused(self, case, options, error, message):
@@ -663,3 +663,16 @@ def test_padding_of_other_columns_than_keys_is_refused():
 def test_context_of_another_batch_is_refused():
     with pytest.raises(RuntimeError, match=r"one batch, but got shapes \[2, 6, 16\] and \[3, 9, 16\]"):
         CrossAttention(16)(torch.randn(2, 6, 16), torch.randn(3, 9, 16))
+
+
+@pytest.mark.parametrize(
+    "make", [SelfAttention, CrossAttention, lambda *a, **b: MultiHeadAttention(*a, 4, **b)]
+)
+def test_parameters_are_made_where_and_as_they_are_wanted(make):
+    module = make(16, sinks=True, dtype=torch.float64, device="meta")
+    assert {(p.dtype, p.device.type) for p in module.parameters()} == {(torch.float64, "meta")}
+    torch.manual_seed(3)
+    plain = make(16)
+    torch.manual_seed(3)
+    for a, b in zip(make(16, dtype=torch.float32).parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a, b)

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from ..distributed import SequenceLayout
 
 
-class ScoreOptions(TypedDict, total=False):
-    """Keyword arguments that every attention module takes, and means as :func:`attn_ext.sdpa` does."""
+class ModuleOptions(TypedDict, total=False):
+    """Keyword arguments that every attention module takes; of scores, meant as in :func:`attn_ext.sdpa`."""
 
     scale: float | None
     window_left: int | None
@@ -24,6 +24,8 @@ class ScoreOptions(TypedDict, total=False):
     sinks: bool
     context_parallel: "SequenceLayout | None"
     context_parallel_method: str
+    device: torch.device | str | int | None
+    dtype: torch.dtype | None
 
 
 class AttentionModule(nn.Module):
@@ -40,6 +42,8 @@ class AttentionModule(nn.Module):
         context_parallel: where the rows of the sequence lie, if on several ranks. Each passes and gets its
             own rows; masks have the rows of this rank and the columns of all.
         context_parallel_method: as ``method`` of :func:`attn_ext.distributed.context_parallel_sdpa`.
+        device: of the parameters, torch's default if None.
+        dtype: of the parameters, torch's default if None.
 
     Attributes:
         context_parallel: the layout, or None; to be set anew when the length changes.
@@ -58,7 +62,7 @@ class AttentionModule(nn.Module):
     if TYPE_CHECKING:  # TorchScript, which sees no more than is so at run time, leaves out what needs them
         sinks: Tensor | None
 
-    def __init__(self, dropout: float, num_heads: int, **options: Unpack[ScoreOptions]) -> None:
+    def __init__(self, dropout: float, num_heads: int, **options: Unpack[ModuleOptions]) -> None:
         super().__init__()
         if not 0.0 <= dropout <= 1.0:
             raise ValueError(f"dropout must lie in [0, 1], got {dropout}")
@@ -69,7 +73,11 @@ class AttentionModule(nn.Module):
         self.window_left = options.get("window_left")
         self.window_right = options.get("window_right")
         self.softcap = float(options.get("softcap", 0.0))
-        sinks = nn.Parameter(torch.zeros(num_heads)) if options.get("sinks", False) else None
+        sinks = (
+            nn.Parameter(torch.zeros(num_heads, **of_parameters(options)))
+            if options.get("sinks", False)
+            else None
+        )
         self.register_parameter("sinks", sinks)
         self.context_parallel = options.get("context_parallel")
         self.context_parallel_method = options.get("context_parallel_method", "auto")
@@ -194,17 +202,15 @@ _OF_TORCH = {
     "kdim": "kdim is key_dim in MultiHeadAttention",
     "vdim": "vdim is value_in_dim in MultiHeadAttention",
     "batch_first": "inputs are (batch, length, features)",
-    "device": "move the module by .to(device)",
-    "dtype": "convert the module by .to(dtype)",
     "add_bias_kv": "it has no counterpart",
     "add_zero_attn": "it has no counterpart",
 }
 
 
-def _check_options(options: ScoreOptions) -> None:
-    unknown = options.keys() - ScoreOptions.__annotations__.keys()
+def _check_options(options: ModuleOptions) -> None:
+    unknown = options.keys() - ModuleOptions.__annotations__.keys()
     if unknown:
-        names = ", ".join(ScoreOptions.__annotations__)
+        names = ", ".join(ModuleOptions.__annotations__)
         hints = [f" ({_OF_TORCH[name]})" for name in sorted(unknown) if name in _OF_TORCH]
         raise TypeError(
             f"expected options among {names}, beside the arguments that help() lists, got "
@@ -227,6 +233,16 @@ def _check_options(options: ScoreOptions) -> None:
             raise ValueError(f"{name} must be finite, got {value}")
     if options.get("softcap", 0.0) < 0:
         raise ValueError(f"softcap must be at least 0 (0 = none), got {options['softcap']}")
+
+
+class ParameterOptions(TypedDict):
+    device: torch.device | str | int | None
+    dtype: torch.dtype | None
+
+
+def of_parameters(options: ModuleOptions) -> ParameterOptions:
+    """Where the parameters of a module are to be, and of which dtype."""
+    return {"device": options.get("device"), "dtype": options.get("dtype")}
 
 
 def check_sizes(**sizes: int | None) -> None:

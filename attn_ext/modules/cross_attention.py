@@ -1,7 +1,7 @@
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from ._base import AttentionModule, ScoreOptions, check_sizes, default_to
+from ._base import AttentionModule, ModuleOptions, check_sizes, default_to, of_parameters
 from ._masks import to_attn_mask
 
 
@@ -19,8 +19,8 @@ class CrossAttention(AttentionModule):
         value_dim: features of values and output, :math:`D_v`; ``head_dim`` if None.
         bias: whether the three projections have biases.
         dropout: probability that a weight is dropped, in training only.
-        options: ``scale``, ``window_left``, ``window_right``, ``softcap`` and ``sinks``,
-            meant as in :func:`attn_ext.sdpa`; ``sinks=True`` learns one.
+        options: ``device`` and ``dtype`` of the parameters; ``scale``, ``window_left``, ``window_right``,
+            ``softcap`` and ``sinks``, meant as in :func:`attn_ext.sdpa`; ``sinks=True`` learns one.
 
     Raises:
         ValueError: a size that is not greater than 0; a ``dropout`` outside of [0, 1]; a negative window or
@@ -46,16 +46,17 @@ class CrossAttention(AttentionModule):
         value_dim: int | None = None,
         bias: bool = False,
         dropout: float = 0.0,
-        **options: Unpack[ScoreOptions],
+        **options: Unpack[ModuleOptions],
     ) -> None:
         super().__init__(dropout, 1, **options)
         check_sizes(embed_dim=embed_dim, context_dim=context_dim, head_dim=head_dim, value_dim=value_dim)
         context_dim = default_to(context_dim, embed_dim)
         head_dim = default_to(head_dim, embed_dim)
         value_dim = default_to(value_dim, head_dim)
-        self.query_proj = nn.Linear(embed_dim, head_dim, bias)
-        self.key_proj = nn.Linear(context_dim, head_dim, bias)
-        self.value_proj = nn.Linear(context_dim, value_dim, bias)
+        where = of_parameters(options)
+        self.query_proj = nn.Linear(embed_dim, head_dim, bias, **where)
+        self.key_proj = nn.Linear(context_dim, head_dim, bias, **where)
+        self.value_proj = nn.Linear(context_dim, value_dim, bias, **where)
 
     def forward(
         self,

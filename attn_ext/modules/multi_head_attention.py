@@ -8,7 +8,7 @@ from typing_extensions import Unpack
 
 from .._nested import like
 from ..caches import KeyValueCache
-from ._base import AttentionModule, ScoreOptions, check_sizes, default_to
+from ._base import AttentionModule, ModuleOptions, ParameterOptions, check_sizes, default_to, of_parameters
 from ._masks import to_attn_mask
 from ._projection import project_packed, split_heads
 
@@ -37,11 +37,11 @@ class MultiHeadAttention(AttentionModule):
             all of them; None: where the three inputs have ``embed_dim`` features. Not packed, they are the
             modules ``query_proj``, ``key_proj`` and ``value_proj``, to be shared or changed one by one.
         dropout: probability that a weight is dropped, in training only.
-        options: ``scale``, ``window_left``, ``window_right``, ``softcap`` and ``sinks``,
-            meant as in :func:`attn_ext.sdpa`; ``sinks=True`` learns one a head. ``context_parallel``, a
-            :class:`attn_ext.distributed.SequenceLayout`, has the module attend over a sequence whose rows
-            lie on several ranks, by ``context_parallel_method``: each rank passes and gets its own rows, and
-            masks have these rows and the columns of all ranks.
+        options: ``device`` and ``dtype`` of the parameters; ``scale``, ``window_left``, ``window_right``,
+            ``softcap`` and ``sinks``, meant as in :func:`attn_ext.sdpa`; ``sinks=True`` learns one a head.
+            ``context_parallel``, a :class:`attn_ext.distributed.SequenceLayout`, has the module attend over a
+            sequence whose rows lie on several ranks, by ``context_parallel_method``: each rank passes and
+            gets its own rows, and masks have these rows and the columns of all ranks.
 
     Attributes:
         in_proj_weight: packed, the weights of query, key and value one above the other,
@@ -90,7 +90,7 @@ class MultiHeadAttention(AttentionModule):
         out_proj: bool = True,
         packed: bool | None = None,
         dropout: float = 0.0,
-        **options: Unpack[ScoreOptions],
+        **options: Unpack[ModuleOptions],
     ) -> None:
         check_sizes(
             embed_dim=embed_dim,
@@ -119,12 +119,16 @@ class MultiHeadAttention(AttentionModule):
             raise ValueError(
                 f"packed=True needs inputs of embed_dim features, got {in_dims} for query, key, value"
             )
-        self._make_projections(in_dims, bias, same if packed is None else packed)
-        self.out_proj = nn.Linear(num_heads * self.value_dim, embed_dim, bias) if out_proj else nn.Identity()
+        where = of_parameters(options)
+        self._make_projections(in_dims, bias, same if packed is None else packed, where)
+        joined = num_heads * self.value_dim
+        self.out_proj = nn.Linear(joined, embed_dim, bias, **where) if out_proj else nn.Identity()
 
-    def _make_projections(self, in_dims: list[int], bias: bool, packed: bool) -> None:
+    def _make_projections(
+        self, in_dims: list[int], bias: bool, packed: bool, where: ParameterOptions
+    ) -> None:
         if packed:
-            weight = torch.empty(sum(self.out_dims), in_dims[0])
+            weight = torch.empty(sum(self.out_dims), in_dims[0], **where)
             self.in_proj_weight = nn.Parameter(weight)
             self.register_parameter("in_proj_bias", nn.Parameter(weight[:, 0].clone()) if bias else None)
             _reset_as_linear(self.in_proj_weight, self.in_proj_bias)
@@ -132,7 +136,7 @@ class MultiHeadAttention(AttentionModule):
         self.register_parameter("in_proj_weight", None)
         self.register_parameter("in_proj_bias", None)
         self.query_proj, self.key_proj, self.value_proj = (
-            nn.Linear(size, out, bias) for size, out in zip(in_dims, self.out_dims, strict=True)
+            nn.Linear(size, out, bias, **where) for size, out in zip(in_dims, self.out_dims, strict=True)
         )
 
     @classmethod

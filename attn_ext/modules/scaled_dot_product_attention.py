@@ -1,7 +1,7 @@
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ._base import AttentionModule, ScoreOptions, check_sizes
+from ._base import AttentionModule, ModuleOptions, check_sizes
 from ._masks import to_attn_mask
 
 
@@ -15,9 +15,9 @@ class ScaledDotProductAttention(AttentionModule):
     Args:
         dropout: probability that a weight is dropped, in training only.
         num_heads: :math:`H`; only sinks need to know.
-        options: ``scale``, ``window_left``, ``window_right``, ``softcap`` and ``sinks``,
-            meant as in :func:`attn_ext.sdpa`; ``sinks=True`` learns one a head, and
-            needs ``num_heads``.
+        options: ``device`` and ``dtype`` of the parameters; ``scale``, ``window_left``, ``window_right``,
+            ``softcap`` and ``sinks``, meant as in :func:`attn_ext.sdpa`; ``sinks=True`` learns one a head,
+            and needs ``num_heads``.
 
     Raises:
         ValueError: a ``num_heads`` that is not greater than 0, or none with ``sinks=True``; a ``dropout``
@@ -37,7 +37,7 @@ class ScaledDotProductAttention(AttentionModule):
     """
 
     def __init__(
-        self, dropout: float = 0.0, *, num_heads: int | None = None, **options: Unpack[ScoreOptions]
+        self, dropout: float = 0.0, *, num_heads: int | None = None, **options: Unpack[ModuleOptions]
     ) -> None:
         check_sizes(num_heads=num_heads)
         if num_heads is None and options.get("sinks", False):
