@@ -173,6 +173,7 @@ class KeyValueCache:
         Raises:
             RuntimeError: as :meth:`append`; offsets that do not begin at 0, fall, or do not end at :math:`T`;
                 a sequence that is not there or is named twice. Then nothing has changed.
+            TypeError: ``cu_seqlens`` or ``sequences`` that is no tensor of integers.
         """
         if not is_scripting():
             _check_numbers("cu_seqlens", cu_seqlens)

@@ -105,6 +105,8 @@ def sdpa(
     Raises:
         RuntimeError: shapes, dtypes or devices that do not fit, ``dropout_p`` outside [0, 1], a negative
             window or softcap. The message says what was expected and what came.
+        TypeError: a number that is a tensor which requires grad, as it would get none; ``is_causal`` or
+            ``enable_gqa`` that is None, a number or a tensor.
 
     Source:
         Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1. The first six arguments, ``scale``
