@@ -39,6 +39,7 @@ set(ATTN_EXT_SOURCES
   csrc/cpu/backward.cpp
   csrc/cpu/paged.cpp
   csrc/cuda/route.cpp
+  csrc/cuda/saved_draws.cpp
   csrc/cuda/bias.cpp
   csrc/cuda/four_dims.cpp
   csrc/cuda/fused.cpp

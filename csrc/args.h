@@ -73,7 +73,11 @@ struct SavedOutputs {
   // (..., Hq, Lq), rowsum(P dP) over all keys, of which the call's may be a part. Given, lse is over all keys
   // too, and says what the weights are. Else both are the call's own.
   at::Tensor delta;
-  at::Tensor weights;  // (..., Hq, Lq, Lk), the query's dtype, without dropout; undefined: made again
+  // (..., Hq, Lq, Lk), the query's dtype, without dropout; with it on an NVIDIA GPU its draws, int32 words as
+  // the kernels there have them. Undefined: made again.
+  at::Tensor weights;
+
+  bool has_draws() const { return weights.defined() && weights.scalar_type() == at::kInt; }
 };
 
 /// The differentiable inputs, or their gradients or tangents. What is absent is undefined.

@@ -337,7 +337,7 @@ SdpaSizes check_backward(const SdpaOutputs& grads, const SdpaArgs& args, const S
   const bool is_double =
       saved.delta.defined() && saved.lse.defined() && saved.lse.scalar_type() == at::kDouble;
   check_like_output(saved.lse, "lse", rows, is_double ? at::kDouble : accumulated, args.query);
-  if (saved.weights.defined()) {
+  if (saved.weights.defined() && !saved.has_draws()) {
     check_like_output(saved.weights, "weights", sizes.with_tail({sizes.query_len, sizes.key_len}), dtype,
                       args.query);
     TORCH_CHECK(args.dropout_p == 0.0 && !saved.delta.defined() && !args.sequences.defined(),

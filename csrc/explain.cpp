@@ -13,6 +13,7 @@
 #include "cpu/planned_call.h"
 #include "cpu/saved_weights.h"
 #include "cuda/plan.h"
+#include "cuda/saved_draws.h"
 
 namespace attn_ext {
 
@@ -83,11 +84,13 @@ PathText text_of(cpu::ForwardPath path) {
   }
 }
 
+bool wants_grad(const SdpaArgs& args) {
+  return torch::autograd::compute_requires_grad(args.query, args.key, args.value, args.attn_mask, args.sinks);
+}
+
 /// Of the weights, as the call's node would save them.
 int64_t saved_bytes(const SdpaArgs& args, const cpu::AttentionShape& shape) {
-  const bool wants_grad =
-      torch::autograd::compute_requires_grad(args.query, args.key, args.value, args.attn_mask, args.sinks);
-  return wants_grad && cpu::saves_weights(args)
+  return wants_grad(args) && cpu::saves_weights(args)
              ? shape.batch * shape.query_heads * shape.query_len * shape.key_len * args.query.element_size()
              : 0;
 }
@@ -144,7 +147,8 @@ Explanation explain_gpu(const SdpaArgs& given) {
                           made(plan.call.value, plan.tiles.value, args.value) +
                           made(plan.call.bias, plan.tiles.mask, args.attn_mask),
           .scratch_bytes = 0,
-          .saved_bytes = 0,
+          .saved_bytes =
+              !is_fused && wants_grad(args) && cuda::saves_draws(args) ? cuda::bytes_of_draws(plan.tiles) : 0,
           .reason = is_fused ? "a fused kernel of ATen's, in blocks of its own"
                              : "a kernel of attn_ext's own, in blocks of its own: " + plan.reason};
 }

@@ -20,7 +20,7 @@ struct Explanation {
   int64_t block_keys;      // keys worked on at once; there all that any row sees
   int64_t packed_bytes;    // of key and value in another layout or dtype
   int64_t scratch_bytes;   // beyond inputs, outputs and what is packed
-  int64_t saved_bytes;     // of weights that are saved for the backward pass
+  int64_t saved_bytes;     // of weights, or of draws of dropout, that are saved for the backward pass
   std::string reason;
 };
 

@@ -35,12 +35,13 @@
 // (batch, head, row, column) of its first element in the draws of the whole; `unrounded` leaves the output,
 // or the gradients, in the dtype of accumulation, and lse in float64. In backward `delta`, rowsum(P dP) over
 // all keys, says that lse is that over all keys too; `output` is not read then. `weights`, those of the
-// forward pass, may be read in place of being made again: not with dropout, which is in them.
+// forward pass, may be read in place of being made again: not with dropout, which is in them. With dropout
+// they are its draws, int32, as `_sdpa_forward_saving_draws` gives them on an NVIDIA GPU.
 #define ATTN_EXT_PART ", SymInt[]? dropout_origin=None, bool unrounded=False"
 
 #define ATTN_EXT_TILE                                                                                \
-  "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? seed, float scale, float softcap, " \
-  "float dropout_p, int low, int high, int first_batch, int batch_step"
+  "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? seed, Tensor? draws, float scale, " \
+  "float softcap, float dropout_p, int low, int high, int first_batch, int batch_step"
 
 TORCH_LIBRARY(attn_ext, m) {
   m.def("sdpa(" ATTN_EXT_PUBLIC_ARGS ") -> Tensor", {at::Tag::nondeterministic_seeded});
@@ -67,8 +68,11 @@ TORCH_LIBRARY(attn_ext, m) {
   m.def("_sdpa_forward(" ATTN_EXT_TENSORS ", " ATTN_EXT_SCALARS
         ", bool need_weights, bool need_key_mass" ATTN_EXT_PART
         ") -> (Tensor output, Tensor lse, Tensor? weights, Tensor? key_mass)");
+  m.def("_sdpa_forward_saving_draws(" ATTN_EXT_TENSORS ", " ATTN_EXT_SCALARS
+        ") -> (Tensor output, Tensor lse, Tensor? draws)");
   // Kernels for NVIDIA GPUs (csrc/cuda/tiles.h); of weights those of `heads` heads from `first_head` on,
   // counted over the batch as well, and `rows` rows from `row_begin` on.
+  m.def("_tile_draws(" ATTN_EXT_TILE ") -> Tensor");
   m.def("_tile_attend(" ATTN_EXT_TILE ") -> (Tensor output, Tensor lse)");
   m.def("_tile_weights(" ATTN_EXT_TILE
         ", Tensor lse, int first_head, int heads, int row_begin, int rows) -> Tensor");

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import test_packed
 import torch
+import torch.utils.checkpoint
 
 import attn_ext
 from attn_ext import reference
@@ -24,7 +25,10 @@ from attn_ext.testing import (
 )
 
 sys.path.insert(0, str(Path(__file__).parent / "tools"))
+import fused_kernels
 from fused_kernels import CUDNN, EFFICIENT, FLASH, on_gpu
+
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 
 #: What ATen would choose, the first that can; and whether there are kernels of our own.
 GPUS = {
@@ -34,6 +38,8 @@ GPUS = {
     "flash_alone": ((FLASH,), False),
     "none": ((), False),
 }
+
+
 by_gpu = pytest.mark.parametrize("gpu", [name for name in GPUS if name != "none"])
 by_case = pytest.mark.parametrize("case", CASES, ids=str)
 by_op = pytest.mark.parametrize("op", OPS)
@@ -81,6 +87,48 @@ def test_dropout_is_accurate(case, op):
     assert ("_tile_grads" in called) == differentiable
 
 
+def dropout_gradients(length: int, head_dim: int, checkpoints: bool = False):
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 3, length, head_dim, dtype=BF16, requires_grad=True) for _ in range(3)]
+
+    def attend(*tensors):
+        return attn_ext.sdpa(*tensors, dropout_p=0.3, is_causal=True)
+
+    if checkpoints:
+        output = torch.utils.checkpoint.checkpoint(attend, *inputs, use_reentrant=False)
+    else:
+        output = attend(*inputs)
+    return output, *torch.autograd.grad(output.float().square().sum(), inputs)
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_draws_are_saved_for_backward(checkpoints):
+    with gpu_of("hopper") as called:
+        expected = dropout_gradients(70, 32)
+        assert called == ["_tile_attend", "_tile_grads"]
+        called.clear()
+        with attn_ext.save_weights_for_backward(True):
+            results = dropout_gradients(70, 32, checkpoints)
+    drawn = ["_tile_draws", "_tile_attend"]
+    assert called == [*drawn, *(drawn if checkpoints else []), "_tile_grads"]
+    for result, of_drawn_twice in zip(results, expected, strict=True):
+        assert torch.equal(result, of_drawn_twice)
+
+
+def test_draws_that_take_more_than_the_tensors_are_not_saved():
+    with gpu_of("hopper") as called, attn_ext.save_weights_for_backward(True):
+        dropout_gradients(8 * 8 * 8 + 1, 8)
+    assert "_tile_draws" not in called and "_tile_grads" in called
+
+
+def test_explain_counts_saved_draws():
+    query = torch.randn(2, 3, 70, 32, dtype=BF16, requires_grad=True)
+    with gpu_of("hopper"), attn_ext.save_weights_for_backward(True):
+        assert explain(query, query, query, dropout_p=0.3)["saved_bytes"] == 2 * 3 * 128 * 128 // 8
+        assert explain(query, query, query)["saved_bytes"] == 0
+        assert explain(query.detach(), query.detach(), query.detach(), dropout_p=0.3)["saved_bytes"] == 0
+
+
 @by_gpu
 @by_dtype
 @pytest.mark.parametrize("options", test_packed.OPTIONS.values(), ids=test_packed.OPTIONS)
@@ -117,9 +165,12 @@ def explain(query, key, value, **options):
     return _C.explain_gpu(query, key, value, *(options.get(name, OPTIONS[name]) for name in OPTIONS))
 
 
-BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 LONG = {"query": (1, 2, 40, 16), "key": (1, 2, 60, 16), "value": (1, 2, 60, 16)}
 GROUPED = {"query": (1, 4, 40, 16), "key": (1, 2, 60, 16), "value": (1, 2, 60, 16)}
+
+DECODING = {"query": (1, 4, 1, 16), "key": (1, 2, 1024, 16), "value": (1, 2, 1024, 16)}
+SHORT = {name: (*shape[:2], min(shape[2], 60), 16) for name, shape in DECODING.items()}
+BATCH = {name: (32, *shape[1:]) for name, shape in DECODING.items()}
 
 
 def case_of(options=None, shapes=LONG, **more):
@@ -148,6 +199,10 @@ PATHS = [
     ("hopper", F32, case_of({"dropout_p": 0.5}), "aten"),
     ("hopper", BF16, case_of({"enable_gqa": True}, GROUPED), "cudnn"),
     ("hopper", F32, case_of({"enable_gqa": True}, GROUPED), "efficient"),
+    ("hopper", F32, case_of({"enable_gqa": True}, DECODING), "aten"),
+    ("hopper", F32, case_of({"enable_gqa": True}, BATCH), "efficient"),
+    ("hopper", F32, case_of({"enable_gqa": True}, SHORT), "efficient"),
+    ("hopper", BF16, case_of({"enable_gqa": True}, DECODING), "cudnn"),
     ("hopper", BF16, case_of({"scale": -1.0}), "tiles"),
     ("none", BF16, case_of(), "aten"),
 ]
@@ -226,6 +281,108 @@ def test_layouts_need_no_copies_of_results():
         assert output.is_contiguous()
         for name, grad in gradients(operator("sdpa"), arguments).items():
             assert grad.is_contiguous(), name
+
+
+@pytest.mark.parametrize("expanded", [0, 1], ids=["batches", "heads"])
+def test_expanded_queries_beside_values_of_other_dims(expanded):
+    arguments = Case("", (3, 2, 79, 10), (3, 2, 60, 10), (3, 2, 60, 39)).build(BF16)
+    query = arguments.query.narrow(expanded, 0, 1).expand(arguments.query.shape)
+    arguments = replace(arguments, query=query)
+    with gpu_of("hopper") as called:
+        assert_outputs_accurate("sdpa_with_lse", arguments)
+        assert_gradients_accurate("sdpa_with_lse", arguments)
+    assert any("cudnn" in name for name in called)
+
+
+def learned_bias(shape, dtype, rows=49):
+    """A call whose mask, of this shape, wants a gradient."""
+    shapes = [(2, 4, rows, 16)] * 3
+    arguments = Case("", *shapes, mask="bias", mask_shape=shape, mask_dtype=dtype).build(dtype)
+    return arguments.leaves()
+
+
+@pytest.mark.parametrize("mask_shape", [(2, 4, 49, 49), (1, 4, 49, 49), (4, 1, 49)], ids=str)
+def test_gradients_of_a_learned_bias(mask_shape):
+    """The one that rows share has half precision rounded before it is summed, and goes to the composition."""
+    arguments = learned_bias(mask_shape, BF16)
+    with gpu_of("hopper") as called:
+        assert arguments(explain)["path"] == "cudnn"
+        assert_gradients_accurate("sdpa_with_lse", arguments)
+    assert ("_efficient_attention_backward" in called) == (mask_shape[-2] == 49)
+
+
+def test_a_mask_that_is_small_is_spread_rather_than_results_laid_out_anew():
+    """Over heads as batches, where the efficient kernel's output and gradients lie as the query does."""
+    arguments = learned_bias((1, 4, 49, 49), BF16)
+    with gpu_of("hopper"):
+        output = arguments(operator("sdpa"))
+        with torch.profiler.profile() as profiled:
+            output.backward(torch.randn_like(output))
+    called = {
+        event.name for event in profiled.events() if "attn_ext::_sdpa_backward" in parents_of(event)[:1]
+    }
+    assert "aten::_efficient_attention_backward" in called
+    assert "aten::contiguous" not in called and "aten::permute" not in called
+
+
+def parents_of(event):
+    """Names, the nearest first."""
+    parent = event.cpu_parent
+    return [] if parent is None else [parent.name, *parents_of(parent)]
+
+
+@pytest.mark.parametrize("mask", ["bool", "bias"])
+@pytest.mark.parametrize("keys", [48, 61])
+def test_lse_beside_masks_is_exact(mask, keys):
+    """As the kernel gives it where a row sees anything, -inf elsewhere."""
+    case = Case("", (2, 3, 40, 16), (2, 3, keys, 16), (2, 3, keys, 16), mask=mask, mask_shape=(40, keys))
+    arguments = case.build(F32)
+    given = arguments.options["attn_mask"]
+    given[3] = False if mask == "bool" else -torch.inf
+    if mask == "bias":
+        given[5], given[6, 1:] = torch.finfo(F32).min, -torch.inf
+        given[7] += 1e30
+    raw = []
+
+    def efficient_forward(*args, **more):
+        raw.append(fused_kernels.efficient_forward(*args, **more))
+        return raw[-1][0], raw[-1][1].clone(), *raw[-1][2:]
+
+    with gpu_of("older"), torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_efficient_attention_forward", efficient_forward, "CPU", allow_override=True)
+        lse = arguments(operator("sdpa_with_lse"))[1]
+    expected = raw[0][1][..., :40].reshape(lse.shape).clone()
+    expected[..., 3] = -torch.inf
+    assert lse.is_contiguous() and torch.equal(lse, expected)
+
+
+def test_masks_become_biases_by_one_kernel():
+    arguments = Case("", **LONG, mask="bool", mask_shape=(40, 60)).build(BF16)
+    with gpu_of("older"), torch.profiler.profile() as profiled:
+        assert arguments(explain)["packed_bytes"] == 40 * 64 * 2
+    called = {event.name for event in profiled.events()}
+    assert "aten::log" in called and not called & {"aten::full", "aten::fill_", "aten::masked_fill_"}
+
+
+def test_the_choice_follows_what_it_depends_on(device):
+    """It is not asked for twice, so what was chosen before must not be taken for another call."""
+    if device != "cuda":
+        pytest.skip("answers are kept on a GPU alone")
+    arguments = case_of().build(torch.float16)
+    tensors = [t.to(device) for t in (arguments.query, arguments.key, arguments.value)]
+    backends = torch.nn.attention.SDPBackend
+    for _ in range(2):
+        for backend, path in (
+            (backends.FLASH_ATTENTION, "flash"),
+            (backends.EFFICIENT_ATTENTION, "efficient"),
+            (backends.MATH, "aten"),
+        ):
+            with torch.nn.attention.sdpa_kernel(backend):
+                assert attn_ext.explain(*tensors).path == path
+        mask = torch.ones(40, 60, dtype=torch.bool, device=device)
+        assert attn_ext.explain(*tensors).path in ("flash", "cudnn")
+        assert attn_ext.explain(*tensors, mask).path in ("efficient", "cudnn")
+        assert attn_ext.explain(*(t.float() for t in tensors)).path == "efficient"
 
 
 def test_padding_beside_a_band_is_not_spread_over_heads():

@@ -15,6 +15,7 @@
 #include "../aten/tangents.h"
 #include "../checks.h"
 #include "../cpu/saved_weights.h"
+#include "../cuda/saved_draws.h"
 #include "compiled_autograd.h"
 #include "node_compat.h"
 
@@ -374,7 +375,7 @@ struct SdpaBackward : public torch::autograd::Node {
 
   SavedArgs args;
   SavedVariable output, lse;
-  SavedVariable weights;  // undefined: not saved
+  SavedVariable weights;  // or draws; undefined: not saved
 };
 
 SdpaOutputs forward_autograd(const SdpaArgs& args, SideOutputs wanted) {
@@ -385,12 +386,15 @@ SdpaOutputs forward_autograd(const SdpaArgs& args, SideOutputs wanted) {
     node->args.save(args);
   }
   // What the caller is handed is his: he may write into it.
-  const bool saves_weights = node && !wanted.weights && !wanted.key_mass && cpu::saves_weights(args);
+  const bool may_save = node && !wanted.weights && !wanted.key_mass;
+  const bool saves_weights = may_save && cpu::saves_weights(args);
+  const bool saves_draws = may_save && cuda::saves_draws(args);
   SdpaOutputs result = [&] {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return call_forward(args, {wanted.weights || saves_weights, wanted.key_mass});
+    return saves_draws ? cuda::call_forward_saving_draws(args)
+                       : call_forward(args, {wanted.weights || saves_weights, wanted.key_mass});
   }();
-  if (saves_weights) {
+  if (saves_weights || saves_draws) {
     node->weights = SavedVariable(result.weights, false);
     result.weights.reset();
   }

@@ -1,9 +1,9 @@
 #include "bias.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/amax.h>
 #include <ATen/ops/arange.h>
-#include <ATen/ops/full.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/log.h>
 #include <ATen/ops/ones.h>
 
 namespace attn_ext::cuda {
@@ -34,7 +34,7 @@ at::Tensor visible_by(const VisibleRange& range, int64_t query_len, const at::Te
 }
 
 at::Tensor make_bias(const at::Tensor& mask, const at::Tensor& visible, at::ScalarType dtype, int64_t keys,
-                     bool wants_alignment) {
+                     BiasRows rows) {
   const bool is_bool = mask.scalar_type() == at::kBool;
   at::DimVector sizes(mask.sizes().begin(), mask.sizes().end());
   sizes.back() = keys;
@@ -42,15 +42,26 @@ at::Tensor make_bias(const at::Tensor& mask, const at::Tensor& visible, at::Scal
     sizes[sizes.size() - 2] = visible.size(-2);
   }
   const bool is_bias = !is_bool && !visible.defined() && mask.size(-1) == keys && mask.stride(-1) == 1;
-  if (is_bias && (!wants_alignment || bias_rows_are_aligned(mask))) {
+  const bool fits =
+      rows == BiasRows::kAnywhere || (rows == BiasRows::kAligned && bias_rows_are_aligned(mask));
+  if (is_bias && fits) {
     return mask;
   }
   at::DimVector padded = sizes;
   padded.back() = rounded_up(keys, kBiasAlignment);
-  const at::Tensor bias =
-      at::full(padded, is_bool ? -kInfinity : 0.0, mask.options().dtype(dtype)).narrow(-1, 0, keys);
+  at::Tensor bias = at::empty(padded, mask.options().dtype(dtype));
+  if (padded.back() != keys) {
+    // The efficient kernel, which wants alignment, drops what comes of numbers between the rows, NaN as well;
+    // of cuDNN that is not known.
+    if (rows == BiasRows::kAnywhere) {
+      bias.narrow(-1, keys, padded.back() - keys).zero_();
+    }
+    bias = bias.narrow(-1, 0, keys);
+  }
   if (is_bool) {
-    bias.masked_fill_(visible.defined() ? mask.logical_and(visible) : mask, 0.0);
+    // log(True) is 0 and log(False) is -inf, by one kernel.
+    const at::Tensor sees = visible.defined() ? mask.logical_and(visible) : mask;
+    at::log_out(bias, sees.sizes() == sizes ? sees : sees.expand(sizes));
   } else {
     bias.copy_(mask);
     if (visible.defined()) {
@@ -58,10 +69,6 @@ at::Tensor make_bias(const at::Tensor& mask, const at::Tensor& visible, at::Scal
     }
   }
   return bias;
-}
-
-at::Tensor rows_that_see(const at::Tensor& bias) {
-  return at::amax(bias, -1) != -kInfinity;
 }
 
 }  // namespace attn_ext::cuda

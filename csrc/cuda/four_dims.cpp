@@ -21,6 +21,11 @@ Dims with_tail_of(const Dims& lead, const at::Tensor& tensor) {
   return sizes;
 }
 
+/// Whether nothing of the input is broadcast.
+bool is_whole(const at::Tensor& result, const at::Tensor& input) {
+  return result.numel() == input.numel();
+}
+
 /// Whether rows begin at multiples of kAlignment.
 bool rows_are_aligned(const at::Tensor& tensor) {
   const auto element = static_cast<int64_t>(tensor.element_size());
@@ -63,16 +68,30 @@ std::optional<at::Tensor> FourDims::view(const at::Tensor& canonical) const {
   return view_over(canonical, lead);
 }
 
+std::optional<at::Tensor> FourDims::view_of_whole(const at::Tensor& tensor, int64_t heads) const {
+  if (lead.size() != 3 || tensor.dim() != 4 || tensor.size(0) != lead[0] || tensor.size(1) != heads) {
+    return std::nullopt;
+  }
+  if (batches == 1) {
+    return tensor;
+  }
+  if (batches != 3) {
+    return std::nullopt;
+  }
+  const at::DimVector shape{lead[0] * heads, 1, tensor.size(2), tensor.size(3)};
+  const auto strides = at::detail::computeStride(tensor.sizes(), tensor.strides(), shape);
+  return strides ? std::optional(tensor.as_strided(shape, *strides)) : std::nullopt;
+}
+
 std::optional<at::Tensor> FourDims::query_view(const at::Tensor& tensor) const {
-  const bool is_one = lead.size() == 3 && batches == 1 && tensor.dim() == 4 && tensor.size(0) == lead[0] &&
-                      tensor.size(1) == lead[1] * lead[2];
-  return is_one ? tensor : view_over(layout.of_query_heads(tensor, 2), lead);
+  const auto whole = view_of_whole(tensor, lead[lead.size() - 2] * lead.back());
+  return whole ? whole : view_over(layout.of_query_heads(tensor, 2), lead);
 }
 
 std::optional<at::Tensor> FourDims::key_view(const at::Tensor& tensor) const {
-  const bool is_one = lead.size() == 3 && batches == 1 && tensor.dim() == 4 && tensor.size(0) == lead[0] &&
-                      tensor.size(1) == lead[1];
-  return is_one ? tensor : view_over(layout.of_key_heads(tensor, 2), key_lead());
+  const bool repeats = !keeps_groups() && lead.back() > 1;
+  const auto whole = repeats ? std::nullopt : view_of_whole(tensor, lead[lead.size() - 2]);
+  return whole ? whole : view_over(layout.of_key_heads(tensor, 2), key_lead());
 }
 
 at::Tensor FourDims::back(const at::Tensor& result, const Dims& over, const at::Tensor& canonical,
@@ -82,16 +101,21 @@ at::Tensor FourDims::back(const at::Tensor& result, const Dims& over, const at::
 }
 
 at::Tensor FourDims::of_query_view(const at::Tensor& result, const at::Tensor& input) const {
-  const at::Tensor summed =
-      result.sizes() == input.sizes() ? result : back(result, lead, layout.of_query_heads(input, 2), input);
+  const at::Tensor summed = is_whole(result, input)
+                                ? of_shape(result, input.sizes())
+                                : back(result, lead, layout.of_query_heads(input, 2), input);
   return in_order(summed, memory_order(input, input.dim()));
 }
 
 at::Tensor FourDims::of_key_view(const at::Tensor& result, const at::Tensor& input) const {
-  const at::Tensor summed = result.sizes() == input.sizes()
-                                ? result
+  const at::Tensor summed = is_whole(result, input)
+                                ? of_shape(result, input.sizes())
                                 : back(result, key_lead(), layout.of_key_heads(input, 2), input);
   return in_order(summed, memory_order(input, input.dim()));
+}
+
+at::Tensor of_shape(const at::Tensor& tensor, at::IntArrayRef shape) {
+  return tensor.sizes() == shape ? tensor : tensor.reshape(shape);
 }
 
 at::Tensor with_columns(const at::Tensor& tensor, int64_t columns, double number) {

@@ -35,10 +35,15 @@ struct FourDims {
 
  private:
   Dims key_lead() const;
+  /// Of a tensor (batch, heads, rows, columns) of which nothing is broadcast, if that is a view at once.
+  std::optional<at::Tensor> view_of_whole(const at::Tensor& tensor, int64_t heads) const;
   std::optional<at::Tensor> view_over(const at::Tensor& canonical, const Dims& over) const;
   at::Tensor back(const at::Tensor& result, const Dims& over, const at::Tensor& canonical,
                   const at::Tensor& input) const;
 };
+
+/// Reshaped, if it is not so.
+at::Tensor of_shape(const at::Tensor& tensor, at::IntArrayRef shape);
 
 /// A copy without gaps, of `columns`, `number` in those that the tensor lacks. (Padding and concatenation may
 /// put another dim than the last side by side, where that is of size 1.)

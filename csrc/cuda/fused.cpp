@@ -10,7 +10,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/where.h>
+#include <ATen/ops/nan_to_num.h>
 
 namespace attn_ext::cuda {
 
@@ -18,7 +18,9 @@ namespace {
 
 /// (N, H, rows, features) <-> (N, rows, H, features), as flash attention and the efficient kernel count dims.
 at::Tensor swapped(const at::Tensor& tensor) {
-  return tensor.transpose(1, 2);
+  const at::IntArrayRef sizes = tensor.sizes(), strides = tensor.strides();
+  return tensor.as_strided({sizes[0], sizes[2], sizes[1], sizes[3]},
+                           {strides[0], strides[2], strides[1], strides[3]});
 }
 
 /// The lse of rows that see nothing because of the band.
@@ -83,6 +85,37 @@ FusedGrads flash_backward(const FusedCall& call, const at::Tensor& grad_output, 
 
 constexpr int64_t kLseAlignment = 32;  // of the efficient kernel, in rows
 
+/// (N, H, Lq) of what the efficient kernel gives, whose rows are padded and 0 where they see nothing.
+at::Tensor whole_lse(const FusedCall& call, const at::Tensor& padded) {
+  const at::Tensor lse =
+      padded.size(-1) == call.query_len() ? padded : padded.narrow(-1, 0, call.query_len());
+  if (!call.row_max.defined()) {
+    return lse.contiguous();
+  }
+  if (call.bias_only_hides) {
+    return lse + call.row_max;
+  }
+  return lse.masked_fill_(call.row_max == -kInfinity, -kInfinity).contiguous();
+}
+
+/// What the efficient kernel's gradient takes: +inf in rows that see nothing, since exp(score - inf) is 0
+/// where exp(-inf + inf) is not, and in those beyond the query.
+at::Tensor padded_lse(const FusedCall& call, const at::Tensor& lse) {
+  const int64_t rows = lse.size(-1), all = rounded_up(rows, kLseAlignment);
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  if (all == rows) {
+    return call.bias.defined() ? at::nan_to_num(lse, nan, kInfinity, kInfinity) : lse;
+  }
+  const at::Tensor padded = at::full({lse.size(0), lse.size(1), all}, kInfinity, lse.options());
+  at::Tensor inside = padded.narrow(-1, 0, rows);
+  if (call.bias.defined()) {
+    at::nan_to_num_out(inside, lse, nan, kInfinity, kInfinity);
+  } else {
+    inside.copy_(lse);
+  }
+  return padded;
+}
+
 FusedOutputs efficient_forward(const FusedCall& call) {
   const EfficientMask mask = *efficient_mask(call.range, call.query_len(), /*is_backward=*/false);
   auto results = at::_efficient_attention_forward_symint(
@@ -90,33 +123,20 @@ FusedOutputs efficient_forward(const FusedCall& call) {
       /*cu_seqlens_q=*/std::nullopt, /*cu_seqlens_k=*/std::nullopt, /*max_seqlen_q=*/std::nullopt,
       /*max_seqlen_k=*/std::nullopt, /*dropout_p=*/0.0, mask.type, call.wants_lse, call.scale,
       /*seqlen_k=*/std::nullopt, mask.window);
-  if (!call.wants_lse) {
-    return {swapped(std::get<0>(results)), {}};
-  }
-  at::Tensor lse = std::get<1>(results).narrow(-1, 0, call.query_len());
-  // The kernel has 0 there.
-  lse = call.sees.defined() ? at::where(call.sees, lse, -kInfinity).to(at::kFloat) : lse.contiguous();
-  return {swapped(std::get<0>(results)), lse};
+  return {swapped(std::get<0>(results)),
+          call.wants_lse ? whole_lse(call, std::get<1>(results)) : at::Tensor()};
 }
 
 FusedGrads efficient_backward(const FusedCall& call, const at::Tensor& grad_output, const FusedOutputs& rows,
                               bool wants_bias_grad) {
   const EfficientMask mask = *efficient_mask(call.range, call.query_len(), /*is_backward=*/true);
-  const int64_t len = call.query_len(), aligned = rounded_up(len, kLseAlignment);
   // The kernel takes the rows of the output to lie as those that the forward kernel gives.
   const at::Tensor output = swapped(rows.output).contiguous();
-  // exp(score - inf) is 0 where exp(-inf + inf) is not.
-  at::Tensor lse =
-      call.bias.defined() ? at::where(rows.lse == -kInfinity, kInfinity, rows.lse).to(at::kFloat) : rows.lse;
-  if (aligned != len) {
-    const at::Tensor padded = at::full({lse.size(0), lse.size(1), aligned}, kInfinity, lse.options());
-    padded.narrow(-1, 0, len).copy_(lse);
-    lse = padded;
-  }
+  const at::Tensor lse = padded_lse(call, rows.lse);
   auto [query, key, value, bias] = at::_efficient_attention_backward_symint(
       swapped(grad_output), swapped(call.query), swapped(call.key), swapped(call.value),
       optional_of(call.bias), output, /*cu_seqlens_q=*/std::nullopt,
-      /*cu_seqlens_k=*/std::nullopt, len, call.range.keys(), lse, /*dropout_p=*/0.0,
+      /*cu_seqlens_k=*/std::nullopt, call.query_len(), call.range.keys(), lse, /*dropout_p=*/0.0,
       /*philox_seed=*/lse, /*philox_offset=*/lse, mask.type, wants_bias_grad, call.scale);
   return {swapped(query), swapped(key), swapped(value), bias};
 }

@@ -14,7 +14,9 @@ struct FusedCall {
   at::Tensor key;    // (N, Hkv, keys of the range, D)
   at::Tensor value;  // (N, Hkv, keys of the range, Dv)
   at::Tensor bias;   // (N, H, Lq, keys), expanded, of the query's dtype; undefined: none
-  at::Tensor sees;   // bool, broadcasts to (N, H, Lq): rows that the bias leaves something; efficient alone
+  // Where the efficient kernel is asked for lse.
+  at::Tensor row_max;    // of the bias, (N, H, Lq), expanded
+  bool bias_only_hides;  // it is 0 or -inf
   VisibleRange range;
   double scale;
   bool wants_lse;  // forward

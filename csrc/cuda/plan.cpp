@@ -2,13 +2,13 @@
 
 #include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/_fused_sdp_choice.h>
+#include <ATen/ops/amax.h>
 #include <c10/util/accumulate.h>
 
 #include <cmath>
-#include <exception>
 
 #include "bias.h"
+#include "choice.h"
 #include "device/kernels.h"
 
 namespace attn_ext::cuda {
@@ -18,6 +18,9 @@ namespace {
 constexpr int64_t kMostGridBlocks = 65535;  // in the dims of a grid that count N and H
 constexpr int64_t kFlashDims = 256;
 constexpr int64_t kFewRows = 32;  // below, repeated keys cost the backward pass more than many small launches
+// Of the efficient kernel, one for each head of few rows: they leave half of a large GPU idle, which costs
+// more than what many small launches cost where each has many keys.
+constexpr int64_t kFewBlocks = 64, kManyKeys = 1024;
 // Elements of a bias that may be made larger than its mask, by a band that is put into it, or of a gradient
 // that is larger: what one chunk of the composition holds.
 constexpr int64_t kMostMadeElements = int64_t{1} << 24;
@@ -62,6 +65,13 @@ const char* why_composed(const SdpaArgs& args, const Problem& problem, const Pur
     return "nothing to attend to";
   }
   return nullptr;
+}
+
+/// cuDNN's output, if it has other columns than the query, lies as the query does, dims of smaller strides
+/// inside: a dim that is broadcast would come between its columns, which cuDNN refuses.
+bool misleads_cudnn(const FusedCall& call) {
+  const auto is_inside = [&](int64_t dim) { return call.query.size(dim) > 1 && call.query.stride(dim) <= 1; };
+  return call.query.size(-1) != call.value.size(-1) && (is_inside(0) || is_inside(1) || is_inside(2));
 }
 
 /// What makes a plan, step by step.
@@ -114,13 +124,17 @@ class Planner {
     Backend backend = choose();
     const bool lacks_groups = backend == Backend::kComposition || backend == Backend::kEfficient;
     if (problem.layout.group > 1 && lacks_groups) {
-      if (purpose_.is_backward && problem.query_len < kFewRows) {
+      if (purpose_.is_backward && has_few_grouped_rows()) {
         return "few rows of grouped heads, whose keys the fused kernels would have repeated";
       }
       if (!view(batch_dims + 1)) {
         return kNoView;
       }
       backend = choose();
+      if (backend == Backend::kEfficient && problem.dtype == at::kFloat && has_few_grouped_rows() &&
+          c10::multiply_integers(problem.lead) < kFewBlocks && plan_.call.range.keys() >= kManyKeys) {
+        return "few rows of few grouped heads in float32, which leave most of a GPU idle in a fused kernel";
+      }
     }
     // Flash attention alone has most windows, and wants both head dims to be the same.
     const bool is_window =
@@ -140,6 +154,9 @@ class Planner {
       return "more heads than a grid has blocks";
     }
     plan_.call.backend = backend;
+    if (backend == Backend::kCudnn && misleads_cudnn(plan_.call)) {
+      plan_.call.query = plan_.call.query.contiguous();
+    }
     if (has_mask_) {
       return make_bias_of(backend) ? nullptr : kNoView;
     }
@@ -215,15 +232,26 @@ class Planner {
       range.first_seeing_row = 0;
       range.end_of_seeing_rows = problem.query_len;
     }
+    return purpose_.wants_bias_grad ? why_no_bias_grad() : nullptr;
+  }
+
+  bool has_few_grouped_rows() const {
+    return plan_.problem.layout.group > 1 && plan_.problem.query_len < kFewRows;
+  }
+
+  /// Why no fused kernel is to make the gradient of attn_mask; nullptr if one may.
+  const char* why_no_bias_grad() const {
+    const Problem& problem = plan_.problem;
+    const VisibleRange& range = plan_.call.range;
     const int64_t scores = c10::multiply_integers(problem.lead) * problem.query_len * range.keys();
     const bool is_summed =
         ((args_.attn_mask.dim() == 0 || args_.attn_mask.size(-1) == 1) && range.keys() > 1) ||
         ((args_.attn_mask.dim() < 2 || args_.attn_mask.size(-2) == 1) && problem.query_len > 1);
-    if (purpose_.wants_bias_grad && is_summed && is_half(problem.dtype)) {
+    if (is_summed && is_half(problem.dtype)) {
       return "the gradient of an attn_mask that many rows or keys share, which the fused kernels round "
              "before it is summed";
     }
-    if (purpose_.wants_bias_grad && scores > std::max(4 * args_.attn_mask.numel(), kMostMadeElements)) {
+    if (scores > std::max(4 * args_.attn_mask.numel(), kMostMadeElements)) {
       return "the gradient of attn_mask, which the fused kernels make of the size of all scores";
     }
     return nullptr;
@@ -262,14 +290,19 @@ class Planner {
       if (!has_mask_ || has_view(canonical_mask())) {
         return true;
       }
-      // A mask of keys alone is small beside what is saved, also as often as there are heads.
-      if (!visible_.defined() && canonical_mask().size(-2) == 1) {
+      if (!visible_.defined() && (canonical_mask().size(-2) == 1 || is_small_beside_results())) {
         spreads_mask_ = true;
         return true;
       }
     }
     plan_ = std::move(before);
     return false;
+  }
+
+  /// Whether a mask is no larger, as often as there are heads, than the results that would else be laid out
+  /// anew: the output; in the backward pass that again and the gradients of query, key and value.
+  bool is_small_beside_results() const {
+    return plan_.call.range.keys() <= plan_.call.query.size(-1) * (purpose_.is_backward ? 4 : 1);
   }
 
   bool has_view(const at::Tensor& mask) const {
@@ -289,7 +322,7 @@ class Planner {
     at::DimVector sizes(plan_.problem.lead.begin(), plan_.problem.lead.end());
     sizes.push_back(narrowed.size(-2));
     sizes.push_back(narrowed.size(-1));
-    return narrowed.expand(sizes).contiguous();
+    return narrowed.expand(sizes);
   }
 
   /// Of a mask whose rows and keys are all there.
@@ -317,35 +350,21 @@ class Planner {
         .has_efficient_mask = efficient_mask(call.range, call.query_len(), purpose_.is_backward).has_value(),
         .has_bias = has_mask_,
         .wants_bias_grad = purpose_.wants_bias_grad};
-    return route(request, choice_of_aten(), context.userEnabledFlashSDP(),
-                 context.userEnabledMemEfficientSDP());
+    return route(request, choice(), context.userEnabledFlashSDP(), context.userEnabledMemEfficientSDP());
   }
 
-  Backend choice_of_aten() const {
+  Backend choice() const {
     const FusedCall& call = plan_.call;
-    at::Tensor query = call.query;
     const bool trains =
         purpose_.is_backward ||
         (at::GradMode::is_enabled() &&
          (args_.query.requires_grad() || args_.key.requires_grad() || args_.value.requires_grad()));
-    const at::AutoGradMode grad_mode(trains);
-    if (trains && !query.requires_grad()) {
-      query = query.detach().set_requires_grad(true);
-    }
-    // What the choice asks of a mask: whether there is one, that it broadcasts, and its last stride.
-    std::optional<at::Tensor> mask;
-    if (has_mask_) {
-      mask = call.query.detach().as_strided({1, 1}, {1, 1});
-    }
-    int64_t choice = 0;
-    try {
-      choice = at::_fused_sdp_choice(query, call.key, call.value, mask, /*dropout_p=*/0.0,
-                                     call.range.kind == BandKind::kCausal, call.scale,
-                                     /*enable_gqa=*/call.key.size(1) != call.query.size(1));
-    } catch (const std::exception&) {  // none of those that the user allows, of which `math` is not one
-    }
-    const bool is_known = choice > 0 && choice <= static_cast<int64_t>(Backend::kCudnn);
-    return is_known ? static_cast<Backend>(choice) : Backend::kComposition;
+    return choice_of_aten({.query = call.query,
+                           .key = call.key,
+                           .value = call.value,
+                           .has_mask = has_mask_,
+                           .is_causal = call.range.kind == BandKind::kCausal,
+                           .trains = trains});
   }
 
   /// Zeros beside the narrower of the head dims.
@@ -360,21 +379,23 @@ class Planner {
 
   bool make_bias_of(Backend backend) {
     FusedCall& call = plan_.call;
-    const at::Tensor bias = make_bias(canonical_mask(), visible_, plan_.problem.dtype, call.range.keys(),
-                                      backend == Backend::kEfficient);
+    const BiasRows rows = spreads_mask_                    ? BiasRows::kAlignedCopy
+                          : backend == Backend::kEfficient ? BiasRows::kAligned
+                                                           : BiasRows::kAnywhere;
+    const at::Tensor bias =
+        make_bias(canonical_mask(), visible_, plan_.problem.dtype, call.range.keys(), rows);
     const auto whole = plan_.dims.view(bias.expand(mask_sizes(bias, call.range.keys())));
     if (!whole) {
       return false;
     }
     call.bias = with_row_strides(*whole, rounded_up(call.range.keys(), kBiasAlignment));
     if (backend == Backend::kEfficient && purpose_.wants_lse) {
-      at::DimVector sizes = mask_sizes(bias, call.range.keys());
-      sizes.back() = 1;
-      const auto sees = plan_.dims.view(rows_that_see(bias).unsqueeze(-1).expand(sizes));
-      if (!sees) {
+      const auto row_max = plan_.dims.view(at::amax(bias, -1, /*keepdim=*/true).expand(mask_sizes(bias, 1)));
+      if (!row_max) {
         return false;
       }
-      call.sees = sees->squeeze(-1);
+      call.row_max = row_max->squeeze(-1);
+      call.bias_only_hides = args_.attn_mask.scalar_type() == at::kBool;
     }
     return true;
   }

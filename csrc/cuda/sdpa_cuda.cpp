@@ -20,15 +20,12 @@
 #include "../aten/by_sequence.h"
 #include "../aten/sdpa_aten.h"
 #include "plan.h"
+#include "saved_draws.h"
 #include "sdpa_cuda.h"
 
 namespace attn_ext::cuda {
 
 namespace {
-
-at::Tensor of_shape(const at::Tensor& tensor, at::IntArrayRef shape) {
-  return tensor.sizes() == shape ? tensor : tensor.reshape(shape);
-}
 
 /// (N, H, 1) float32.
 at::Tensor sinks_of(const SdpaArgs& args, const Plan& plan) {
@@ -87,6 +84,17 @@ SdpaOutputs forward_by_tiles(const SdpaArgs& args, const Plan& plan, SideOutputs
   return outputs;
 }
 
+SdpaOutputs forward_saving_draws(const SdpaArgs& args) {
+  Plan plan = make_plan(args, {.wants_lse = true});
+  if (plan.backend != Backend::kTiles) {
+    return forward(args, {}, /*wants_lse=*/true);
+  }
+  plan.tiles.draws = tile_draws(plan.tiles);
+  SdpaOutputs outputs = forward_by_tiles(args, plan, {});
+  outputs.weights = plan.tiles.draws;
+  return outputs;
+}
+
 SdpaOutputs forward(const SdpaArgs& args, SideOutputs wanted, bool wants_lse) {
   check_packed(args, wanted);
   if (args.sequences.defined()) {
@@ -109,6 +117,11 @@ SdpaOutputs forward(const SdpaArgs& args, SideOutputs wanted, bool wants_lse) {
     outputs.lse = of_shape(fused.lse, plan.problem.output_shape({plan.problem.query_len})).contiguous();
   }
   return outputs;
+}
+
+std::tuple<at::Tensor, at::Tensor, std::optional<at::Tensor>> forward_and_draws(const DrawnCall& call) {
+  const SdpaOutputs outputs = forward_saving_draws(call.args);
+  return {outputs.output, outputs.lse, optional_of(outputs.weights)};
 }
 
 SdpaOutputs forward_with_lse(const SdpaArgs& args, SideOutputs wanted) {
@@ -217,7 +230,8 @@ SdpaInputs backward_of_one(const SdpaOutputs& grads, const SdpaArgs& args, const
       delta = delta_of(grad_of_output(grads, plan), output, grads.lse);
     }
   } else {
-    const TileCall& tiles = plan.tiles;
+    TileCall tiles = plan.tiles;
+    tiles.draws = saved.has_draws() ? saved.weights : at::Tensor();
     const int64_t dims = tiles.value.size(-1);
     const at::Tensor grad_lse =
         grads.lse.defined() ? of_shape(grads.lse, lse.sizes()).to(at::kFloat).contiguous() : at::Tensor();
@@ -269,6 +283,7 @@ at::Tensor output_cuda(const SdpaArgs& args) {
 
 TORCH_LIBRARY_IMPL(attn_ext, CUDA, m) {
   m.impl("_sdpa_forward", TORCH_FN((forward_kernel<&forward_with_lse>)));
+  m.impl("_sdpa_forward_saving_draws", TORCH_FN((Unboxed<DrawnCall>::kernel<&forward_and_draws>)));
   m.impl("_sdpa_backward", TORCH_FN((backward_kernel<&backward>)));
 }
 

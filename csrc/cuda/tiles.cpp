@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "device/kernels.h"
+#include "device/windows.h"
 
 namespace attn_ext::cuda {
 
@@ -76,6 +77,16 @@ TileOutputs tile_forward(const TileCall& call) {
   TileCall wanted = call;
   const auto [output, lse] = call_op(op, wanted.arguments());
   return {output, lse};
+}
+
+int64_t bytes_of_draws(const TileCall& call) {
+  return bytes_of_draws(Window{0, heads_of(call), 0, call.query.size(2), 0, call.key.size(2)});
+}
+
+at::Tensor tile_draws(const TileCall& call) {
+  static const auto op = find_op<TileCall, at::Tensor>("attn_ext::_tile_draws");
+  TileCall wanted = call;
+  return call_op(op, wanted.arguments());
 }
 
 TileSides tile_sides(const TileCall& call, const at::Tensor& lse, SideOutputs wanted) {

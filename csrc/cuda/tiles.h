@@ -19,6 +19,10 @@ struct TileOutputs {
 };
 TileOutputs tile_forward(const TileCall& call);
 
+/// Those of dropout, all of them, to be given in a call: int32 words.
+at::Tensor tile_draws(const TileCall& call);
+int64_t bytes_of_draws(const TileCall& call);
+
 struct TileSides {
   at::Tensor weights;   // (N, H, Lq, Lk)
   at::Tensor key_mass;  // (N, H, Lk)

@@ -10,7 +10,7 @@
 
 // What gpu_kernels.h makes of each is a namespace with all kernels.
 #define HELD 128
-#define WITH_DROPOUT 1
+#define WITH_DROPOUT 2
 #define HEAD_DIM 32
 #define VALUE_DIM 16
 #define IS_BFLOAT16 1
@@ -43,9 +43,9 @@ namespace hopper {
 }  // namespace hopper
 #undef HELD
 #define HELD 64
-namespace hopper_keys {
+namespace hopper_grads {
 #include "gpu_kernels.h"
-}  // namespace hopper_keys
+}  // namespace hopper_grads
 
 namespace {
 
@@ -142,7 +142,7 @@ struct Compiled {
 };
 
 constexpr Compiled kOfBfloat16{kBfloat16, 128, 32, 16, 8, 2}, kOfHalf{kHalf, 128, 48, 80, 8, 1},
-    kOfHopper{kHalf, 128, 64, 128, 0, 2}, kOfHopperKeys{kHalf, 64, 64, 128, 0, 2};
+    kOfHopper{kHalf, 128, 64, 128, 0, 2}, kOfHopperGrads{kHalf, 64, 64, 128, 0, 2};
 
 /// What a case takes, and what is right.
 struct Data {
@@ -389,12 +389,19 @@ using Kernel = void (*)(Params);
 template <class Params>
 struct Kernels {
   const Compiled& compiled;
-  Kernel<Params> attend, merge, draws, weights, grad_query;
+  Kernel<Params> attend, merge, draws, weights;
+};
+
+template <class Params>
+struct GradKernels {
+  const Compiled& compiled;
+  Kernel<Params> grad_query, grad_keys;
 };
 
 /// The bits of a window; none without dropout. As large as they have to be, so that a sanitizer sees more.
 template <class Params>
-std::vector<uint32_t> bits_of_draws(const Data& data, const Kernels<Params>& kernels, const Window& window) {
+std::vector<uint32_t> bits_of_draws(const Data& data, const Kernels<Params>& kernels, const Window& window,
+                                    bool of_keys = false) {
   if (data.one.dropout_p == 0.0) {
     return {};
   }
@@ -402,9 +409,27 @@ std::vector<uint32_t> bits_of_draws(const Data& data, const Kernels<Params>& ker
   auto p = data.params<Params>();
   put_window(p, window);
   p.draws = bits.data();
-  gpu::launch({parts(window.keys, 512), parts(window.rows, 128), static_cast<int>(window.heads)},
-              kernels.compiled.threads(), 0, [&] { kernels.draws(p); });
-  return bits;
+  const int threads = kernels.compiled.threads();
+  const auto launch = [&] {
+    gpu::launch({parts(window.keys, 512), parts(window.rows, 128), static_cast<int>(window.heads)}, threads,
+                threads * sizeof(uint32_t), [&] { kernels.draws(p); });
+  };
+  if (!of_keys) {
+    launch();
+    return bits;
+  }
+  // At once with those of rows, and after them.
+  std::vector<uint32_t> bits_of_keys = bits, later = bits;
+  p.draws_of_keys = bits_of_keys.data();
+  launch();
+  p.draws_of_keys = later.data();
+  p.are_drawn = 1;
+  launch();
+  if (later != bits_of_keys) {
+    ++failures;
+    std::printf("%s: draws as keys are held\n", data.one.name.c_str());
+  }
+  return bits_of_keys;
 }
 
 template <class Params>
@@ -468,41 +493,37 @@ void test_weights(const Data& data, const Kernels<Params>& kernels) {
   data.expect("a weight", made, right, 1e-4);
 }
 
-template <class Params, class KeyParams>
-void test_grads(const Data& data, const Kernels<Params>& kernels, const Compiled& of_keys,
-                Kernel<KeyParams> grad_keys) {
+template <class Params, class GradParams>
+void test_grads(const Data& data, const Kernels<Params>& kernels, const GradKernels<GradParams>& of_grads) {
   const Case& one = data.one;
   const uint16_t nothing = data.format.narrow(7.0F);
   std::vector<uint16_t> query(data.query.size(), nothing), key(data.key.size(), nothing),
       value(data.value.size(), nothing);
   std::vector<float> delta(data.lines), subtrahend(data.lines);
-  auto p = data.params<Params>();
+  auto p = data.params<GradParams>();
   p.delta = delta.data();
   p.subtrahend = subtrahend.data();
   p.grad_query = query.data();
-  auto k = data.params<KeyParams>();
-  k.delta = delta.data();
-  k.subtrahend = subtrahend.data();
-  k.grad_key = key.data();
-  k.grad_value = value.data();
-  const Compiled& compiled = data.compiled;
-  const auto bytes = [](const Compiled& of) { return of.held_bytes() + 2 * of.passing_bytes(); };
+  p.grad_key = key.data();
+  p.grad_value = value.data();
+  const Compiled& compiled = of_grads.compiled;
+  const size_t bytes = compiled.held_bytes() + 2 * compiled.passing_bytes();
   for (const Window& heads : split_heads(all_of(data), one.group, one.most_bytes_of_draws)) {
     for (const Window& rows : split_rows(heads, one.most_bytes_of_draws)) {
       auto bits = bits_of_draws(data, kernels, rows);
       p.draws = bits.empty() ? nullptr : bits.data();
       put_window(p, rows);
-      gpu::launch({compiled.blocks(static_cast<int>(rows.rows)) * static_cast<int>(rows.heads), 1, 1},
-                  compiled.threads(), bytes(compiled), [&] { kernels.grad_query(p); });
+      const int blocks = compiled.blocks(static_cast<int>(rows.rows)) * static_cast<int>(rows.heads);
+      gpu::launch({blocks, 1, 1}, compiled.threads(), bytes, [&] { of_grads.grad_query(p); });
     }
     for (const Window& keys : split_keys(heads, one.most_bytes_of_draws)) {
-      auto bits = bits_of_draws(data, kernels, keys);
-      k.draws = bits.empty() ? nullptr : bits.data();
-      put_window(k, keys);
-      const size_t draws = bits.empty() ? 0 : 2 * of_keys.threads() * sizeof(uint32_t);
-      gpu::launch(
-          {of_keys.blocks(static_cast<int>(keys.keys)) * static_cast<int>(keys.heads) / one.group, 1, 1},
-          of_keys.threads(), bytes(of_keys) + 2 * 2 * 64 * sizeof(float) + draws, [&] { grad_keys(k); });
+      auto bits = bits_of_draws(data, kernels, keys, /*of_keys=*/true);
+      p.draws_of_keys = bits.empty() ? nullptr : bits.data();
+      put_window(p, keys);
+      const int blocks =
+          compiled.blocks(static_cast<int>(keys.keys)) * static_cast<int>(keys.heads) / one.group;
+      gpu::launch({blocks, 1, 1}, compiled.threads(), bytes + 2 * 2 * 64 * sizeof(float),
+                  [&] { of_grads.grad_keys(p); });
     }
   }
   data.expect_sums("a gradient of the query", query, data.grad_query);
@@ -557,9 +578,8 @@ void expect_nan() {
   }
 }
 
-template <class Params, class KeyParams>
-void test(const Case& one, const Kernels<Params>& kernels, const Compiled& of_keys,
-          Kernel<KeyParams> grad_keys) {
+template <class Params, class GradParams>
+void test(const Case& one, const Kernels<Params>& kernels, const GradKernels<GradParams>& of_grads) {
   const Data data(one, kernels.compiled);
   test_weights(data, kernels);
   if (one.heads_of_launch != 0) {  // weights alone are made in parts that a caller names
@@ -567,7 +587,7 @@ void test(const Case& one, const Kernels<Params>& kernels, const Compiled& of_ke
   }
   test_attend(data, kernels, 1);
   test_attend(data, kernels, 3);
-  test_grads(data, kernels, of_keys, grad_keys);
+  test_grads(data, kernels, of_grads);
 }
 
 /// All heads, rows and keys, once each, and no more bytes than what may be unless a part cannot be smaller.
@@ -603,19 +623,22 @@ int main() {
   expect_nan();
   expect_lowest_bias();
   gpu::products_are_late = true;
-  const Kernels<bfloat16::TileParams> of_bfloat16{kOfBfloat16,        &bfloat16::attend,
-                                                  &bfloat16::merge,   &bfloat16::draws,
-                                                  &bfloat16::weights, &bfloat16::grad_query};
-  const Kernels<half::TileParams> of_half{kOfHalf,      &half::attend,  &half::merge,
-                                          &half::draws, &half::weights, &half::grad_query};
-  const Kernels<hopper::TileParams> of_hopper{kOfHopper,      &hopper::attend,  &hopper::merge,
-                                              &hopper::draws, &hopper::weights, &hopper::grad_query};
+  const Kernels<bfloat16::TileParams> of_bfloat16{kOfBfloat16, &bfloat16::attend, &bfloat16::merge,
+                                                  &bfloat16::draws, &bfloat16::weights};
+  const GradKernels<bfloat16::TileParams> grads_of_bfloat16{kOfBfloat16, &bfloat16::grad_query,
+                                                            &bfloat16::grad_keys};
+  const Kernels<half::TileParams> of_half{kOfHalf, &half::attend, &half::merge, &half::draws, &half::weights};
+  const GradKernels<half::TileParams> grads_of_half{kOfHalf, &half::grad_query, &half::grad_keys};
+  const Kernels<hopper::TileParams> of_hopper{kOfHopper, &hopper::attend, &hopper::merge, &hopper::draws,
+                                              &hopper::weights};
+  const GradKernels<hopper_grads::TileParams> grads_of_hopper{kOfHopperGrads, &hopper_grads::grad_query,
+                                                              &hopper_grads::grad_keys};
   for (const Case& one : kCases) {
     // At once, a copy shows if somebody still reads what it writes over; late, if somebody does not wait.
     gpu::copies_are_late = !gpu::copies_are_late;
-    test(one, of_bfloat16, kOfBfloat16, &bfloat16::grad_keys);
-    test(one, of_half, kOfHalf, &half::grad_keys);
-    test(one, of_hopper, kOfHopperKeys, &hopper_keys::grad_keys);
+    test(one, of_bfloat16, grads_of_bfloat16);
+    test(one, of_half, grads_of_half);
+    test(one, of_hopper, grads_of_hopper);
     std::printf("%s: done, %d failures so far\n", one.name.c_str(), failures);
   }
   return failures == 0 ? EXIT_SUCCESS : EXIT_FAILURE;

@@ -173,6 +173,11 @@ def cudnn_scores(query, key, value, bias, is_causal, scale):
 def cudnn_forward(
     query, key, value, bias, with_lse, dropout_p=0.0, is_causal=False, debug=False, *, scale=None
 ):
+    # ATen lays an output of other columns out in the order of the query's strides; cuDNN refuses another
+    # than the columns inside.
+    if query.shape[-1] != value.shape[-1]:
+        dims = [dim for dim in range(4) if query.shape[dim] > 1 or dim == 3]
+        assert min(dims, key=query.stride) == 3, "the stride of the last dim of the output is not 1"
     out, lse = forward(cudnn_scores(query, key, value, bias, is_causal, scale), query, value)
     none = torch.zeros((), dtype=torch.long)
     rows, keys = query.shape[-2], key.shape[-2]
@@ -204,13 +209,21 @@ def tile_scores(query, key, mask, scale, softcap, low, high):
     return s.masked_fill((j < i + low) | (j > i + high), -math.inf), slope
 
 
-def tile_multiplier(seed, dropout_p, s, first_batch, batch_step):
+def tile_draws(query, key, value, mask, seed, draws, scale, softcap, dropout_p, low, high, first_batch,
+               batch_step):  # fmt: skip
+    """A word each."""
+    assert draws is None
+    batches = (query.shape[0] - 1) * batch_step + first_batch + 1
+    keep = reference.dropout_keep(seed, dropout_p, (batches, *query.shape[1:3], key.shape[2]))
+    return keep[first_batch::batch_step].int()
+
+
+def tile_multiplier(seed, draws, dropout_p, query, key, *batches):
     if seed is None:
-        return torch.ones_like(s)
-    kept = 1 / (1 - dropout_p) if dropout_p < 1 else 0.0
-    batches = (s.shape[0] - 1) * batch_step + first_batch + 1
-    keep = reference.dropout_keep(seed, dropout_p, (batches, *s.shape[1:]))
-    return keep[first_batch::batch_step] * kept
+        return 1.0
+    if draws is None:
+        draws = tile_draws(query, key, None, None, seed, None, 1, 0, dropout_p, 0, 0, *batches)
+    return draws * (1 / (1 - dropout_p) if dropout_p < 1 else 0.0)
 
 
 def weights_from(s: Tensor, lse: Tensor) -> Tensor:
@@ -218,28 +231,32 @@ def weights_from(s: Tensor, lse: Tensor) -> Tensor:
     return (s - lse.unsqueeze(-1)).exp().masked_fill(s.isneginf() | lse.isneginf().unsqueeze(-1), 0)
 
 
-def tile_attend(query, key, value, mask, seed, scale, softcap, dropout_p, low, high, *batches):
+def tile_attend(query, key, value, mask, seed, draws, scale, softcap, dropout_p, low, high, *batches):
     assert rows_are_aligned(value) and value.shape[-1] % 16 == 0 and value.shape[-1] <= 128
     s = tile_scores(query, key, mask, scale, softcap, low, high)[0]
     lse = s.logsumexp(-1)
-    weights = weights_from(s, lse) * tile_multiplier(seed, dropout_p, s, *batches)
+    weights = weights_from(s, lse) * tile_multiplier(seed, draws, dropout_p, query, key, *batches)
     return (weights @ spread(value, query).float()).to(query.dtype), lse
 
 
-def tile_weights(query, key, value, mask, seed, scale, softcap, dropout_p, low, high, first_batch, batch_step,
-                 lse, first_head, heads, row_begin, rows):  # fmt: skip
+def tile_weights(query, key, value, mask, seed, draws, scale, softcap, dropout_p, low, high, first_batch,
+                 batch_step, lse, first_head, heads, row_begin, rows):  # fmt: skip
     s = tile_scores(query, key, mask, scale, softcap, low, high)[0]
-    weights = weights_from(s, lse) * tile_multiplier(seed, dropout_p, s, first_batch, batch_step)
+    assert draws is None
+    weights = weights_from(s, lse) * tile_multiplier(
+        seed, draws, dropout_p, query, key, first_batch, batch_step
+    )
     part = weights.flatten(0, 1)[first_head : first_head + heads, row_begin : row_begin + rows]
     return part.to(query.dtype).contiguous()
 
 
-def tile_grads(query, key, value, mask, seed, scale, softcap, dropout_p, low, high, first_batch, batch_step,
-               grad_output, output, lse, grad_lse):  # fmt: skip
+def tile_grads(query, key, value, mask, seed, draws, scale, softcap, dropout_p, low, high, first_batch,
+               batch_step, grad_output, output, lse, grad_lse):  # fmt: skip
     assert all(map(rows_are_aligned, (value, grad_output, output)))
     assert value.shape[-1] == grad_output.shape[-1] == output.shape[-1] and value.shape[-1] % 16 == 0
     s, slope = tile_scores(query, key, mask, scale, softcap, low, high)
-    weights, multiplier = weights_from(s, lse), tile_multiplier(seed, dropout_p, s, first_batch, batch_step)
+    weights = weights_from(s, lse)
+    multiplier = tile_multiplier(seed, draws, dropout_p, query, key, first_batch, batch_step)
     grad = grad_output.float()
     delta = torch.where(output == 0, 0.0, grad * output).sum(-1)
     if grad_lse is not None:
@@ -319,12 +336,13 @@ def on_gpu(*allowed: int, tiles: bool = True, math: bool = True) -> Iterator[lis
             aten.impl(name, noting(name, kernel), "CPU", allow_override=True)
         if tiles:
             for name, kernel in (
+                ("_tile_draws", tile_draws),
                 ("_tile_attend", tile_attend),
                 ("_tile_weights", tile_weights),
                 ("_tile_grads", tile_grads),
             ):
                 own.impl(name, noting(name, kernel), "CPU")
-        for name in ("_sdpa_forward", "_sdpa_backward"):
+        for name in ("_sdpa_forward", "_sdpa_forward_saving_draws", "_sdpa_backward"):
             own.impl(name, as_on_gpu(name), "CPU", allow_override=True)
         own.impl(
             "sdpa", lambda *a, **m: attn_ext.sdpa_with_lse(*a, **m)[0], "AutogradCPU", allow_override=True

@@ -11,11 +11,13 @@ struct RowSums {  // of rows g and g + 8, of this thread's columns
   float largest[2] = {-kInfinity, -kInfinity}, sum[2] = {0.0f, 0.0f};
 };
 
-/// Scores become exp(S - largest), S = unit score, and what was added before is scaled. Of tiles that are not
-/// whole the unit is 1, and what is subtracted goes first: so a bias of any size stays finite.
-DEVICE void take_scores(Numbers<kPassing>& scores, float unit, bool is_whole, RowSums& rows,
-                        Numbers<VALUE_DIM>& output) {
-  float largest[2] = {-kInfinity, -kInfinity}, factor[2];
+/// exp(S - largest), S = unit score, without those that dropout leaves out; what was added before has to be
+/// multiplied by `factor`. Of tiles that are not whole the unit is 1, and what is subtracted goes first: so a
+/// bias of any size stays finite.
+template <class Kind>
+DEVICE Rounded<kPassing> take_scores(const TileParams& p, Kind, Numbers<kPassing>& scores, float unit,
+                                     u32 kept, RowSums& rows, float (&factor)[2]) {
+  float largest[2] = {-kInfinity, -kInfinity};
   each_element<kPassing>(
       [&](int block, int i) { largest[i / 2] = fmaxf(largest[i / 2], scores.at[block][i]); });
 #pragma unroll
@@ -32,16 +34,22 @@ DEVICE void take_scores(Numbers<kPassing>& scores, float unit, bool is_whole, Ro
       largest[half] = 0.0f;  // -inf - 0, of which the exponential is 0; NaN stays
     }
   }
-  if (is_whole) {
-    each_element<kPassing>([&](int block, int i) {
-      scores.at[block][i] = power_of_two(scores.at[block][i] * (unit * kLog2E) - largest[i / 2] * kLog2E);
-    });
-  } else {
-    each_element<kPassing>([&](int block, int i) {
-      scores.at[block][i] = power_of_two((scores.at[block][i] - largest[i / 2]) * kLog2E);
-    });
+  each_element<kPassing>([&](int block, int i) {
+    float& score = scores.at[block][i];
+    score = power_of_two(Kind::is_whole ? score * (unit * kLog2E) - largest[i / 2] * kLog2E
+                                        : (score - largest[i / 2]) * kLog2E);
+    if (i % 2 == 1) {  // in pairs, so that fewer wait for each other
+      rows.sum[i / 2] += scores.at[block][i - 1] + score;
+    }
+  });
+  if (has_dropout(p)) {
+    each_element<kPassing>(
+        [&](int block, int i) { scores.at[block][i] = if_kept(kept, block, i, scores.at[block][i]); });
   }
-  each_element<kPassing>([&](int block, int i) { rows.sum[i / 2] += scores.at[block][i]; });
+  return rounded(scores);
+}
+
+DEVICE void scale_rows(Numbers<VALUE_DIM>& output, const float (&factor)[2]) {
   if (factor[0] != 1.0f || factor[1] != 1.0f) {
     each_element<VALUE_DIM>([&](int block, int i) { output.at[block][i] *= factor[i / 2]; });
   }
@@ -112,28 +120,24 @@ KERNEL(2) attend(const TileParams p) {
       passing.load(key, 0);
     }
     wait_for_tiles();
+    Numbers<kPassing> scores;
+    start_product<HEAD_DIM>(scores, queries, passing.keys_of(turn));
     if (BUFFERS == 2 && key + kPassing < range.end) {
       passing.load(key + kPassing, turn ^ 1);
     }
     const u32 kept = has_dropout(p) ? bits[key / kPassing * kTileWords] : 0;
-    Numbers<kPassing> scores;
-    start_product<HEAD_DIM>(scores, queries, passing.keys_of(turn));
     finish<0>(scores);
-    float unit = 1.0f;
-    bool whole = false;
+    float factor[2];
+    Rounded<kPassing> weights;
     by_kind(p, is_whole(p, row, kHeld, key, kPassing), [&](auto kind) {
-      unit = scorer.unit(kind);
-      whole = kind.is_whole;
       each_element<kPassing>([&](int block, int i) {
         float slope, &score = scores.at[block][i];
         score = scorer.score(kind, place, score, row + line_at(i), key + column_at(block, i), slope);
       });
+      weights = take_scores(p, kind, scores, scorer.unit(kind), kept, rows, factor);
     });
-    take_scores(scores, unit, whole, rows, output);
-    if (has_dropout(p)) {
-      drop(scores, kept);
-    }
-    start_adding_product(output, rounded(scores), passing.values_of(turn));
+    scale_rows(output, factor);
+    start_adding_product(output, weights, passing.values_of(turn));
     finish<0>(output);
   }
   wait_for_copies();

@@ -28,7 +28,7 @@ DEVICE float delta_of(const TileParams& p, const Place& place, int row) {
   return p.grad_lse == nullptr ? sum : sum - p.grad_lse[line_of(p, place, row)];
 }
 
-KERNEL(1) grad_query(const TileParams p) {
+KERNEL(HELD == 64 ? 2 : 1) grad_query(const TileParams p) {
   u16* const queries = shared_memory();
   u16* const grads = queries + tile_size(kHeld, HEAD_DIM);
   const HeldRows held = rows_of_block(p);
@@ -63,31 +63,29 @@ KERNEL(1) grad_query(const TileParams p) {
   int turn = 0;
   for (int key = range.begin; key < range.end; key += kPassing, turn ^= 1) {
     wait_for_tiles();
+    Numbers<kPassing> scores, grad_weights;
+    start_product<HEAD_DIM>(scores, queries, passing.keys_of(turn));
+    start_product<VALUE_DIM>(grad_weights, grads, passing.values_of(turn));
     if (key + kPassing < range.end) {
       passing.load(key + kPassing, turn ^ 1);
     }
     const u32 kept = has_dropout(p) ? bits[key / kPassing * kTileWords] : 0;
-    Numbers<kPassing> scores, grad_weights;
-    start_product<HEAD_DIM>(scores, queries, passing.keys_of(turn));
-    start_product<VALUE_DIM>(grad_weights, grads, passing.values_of(turn));
-    finish<1>(scores);
-    u32 hidden = 0;
+    finish<0>(scores);
+    finish<0>(grad_weights);
     by_kind(p, is_whole(p, row, kHeld, key, kPassing), [&](auto kind) {
       each_element<kPassing>([&](int block, int i) {
-        float slope, &score = scores.at[block][i];
+        float slope, &score = scores.at[block][i], incoming = grad_weights.at[block][i];
         const float made =
             scorer.score(kind, place, score, row + line_at(i), key + column_at(block, i), slope);
-        score = scorer.weight(kind, made, subtrahend[i / 2]) * slope;
-        if (!kind.is_whole) {
-          hidden |= (u32)(made == -kInfinity) << (block * 4 + i);
+        if (has_dropout(p)) {
+          incoming = if_kept(kept, block, i, incoming);
         }
+        // Nothing of what is hidden reaches anything, NaN neither.
+        score = !kind.is_whole && made == -kInfinity ? 0.0f
+                                                     : scorer.weight(kind, made, subtrahend[i / 2]) * slope *
+                                                           (incoming * factor - delta[i / 2]);
       });
     });
-    finish<0>(grad_weights);
-    if (has_dropout(p)) {
-      drop(grad_weights, kept);
-    }
-    make_grad_scores(scores, grad_weights, factor, hidden, [&](int, int i) { return delta[i / 2]; });
     start_adding_product(sum, rounded(scores), passing.keys_of(turn));
     finish<0>(sum);
   }

@@ -107,15 +107,33 @@ void launch_over_keys(TileKernel kernel, TileParams params, const TileCall& call
                      call.query.device());
 }
 
+at::Tensor empty_draws(const TileCall& call, int64_t bytes) {
+  return at::empty({bytes / static_cast<int64_t>(sizeof(u32))}, call.query.options().dtype(at::kInt));
+}
+
+u32* words_of(const at::Tensor& draws) {
+  return reinterpret_cast<u32*>(draws.data_ptr<int32_t>());
+}
+
+void launch_draws(TileParams params, const TileCall& call, const Window& window) {
+  put_window(params, window);
+  // One kernel for all head dims.
+  const TileDims dims{kTileDimsStep, kTileDimsStep, call.query.scalar_type(), true};
+  const int64_t lines = lines_held(TileKernel::kDraws, dims, call.query.device());
+  launch_tile_kernel(TileKernel::kDraws, params, dims,
+                     {blocks_of(window.keys, kKeysOfBlock), blocks_of(window.rows, lines), window.heads},
+                     call.query.device());
+}
+
 /// The draws of dropout, where there is any, of one window after the other.
 class Draws {
  public:
-  explicit Draws(const TileCall& call) : call_(call), is_drawn_(call.seed.defined()) {}
+  explicit Draws(const TileCall& call) : call_(call) {}
 
-  /// Of a launch: 64 MB, or where lines are long as much as keeps the processors busy. Without dropout no
-  /// limit.
+  /// Of a launch: 64 MB, or where lines are long as much as keeps the processors busy. No limit without
+  /// dropout, and where all are there.
   int64_t most_bytes() const {
-    if (!is_drawn_) {
+    if (!call_.seed.defined() || call_.draws.defined()) {
       return std::numeric_limits<int64_t>::max();
     }
     constexpr int64_t kBytes = int64_t{1} << 26, kBlocksOfProcessor = 4, kBitsOfByte = 8;
@@ -123,30 +141,35 @@ class Draws {
     return std::max(kBytes, kBlocksOfProcessor * processors_of(call_.query.device()) * kLinesOfWindow * line);
   }
 
-  /// Until the next window's are made.
-  void make(TileParams& params, const Window& window) {
-    if (!is_drawn_) {
+  /// Until the next window's are made; with `of_keys` as keys are held, too.
+  void make(TileParams& params, const Window& window, bool of_keys = false) {
+    if (!call_.seed.defined()) {
       return;
     }
-    const int64_t words = bytes_of_draws(window) / static_cast<int64_t>(sizeof(u32));
-    if (!bits_.defined() || bits_.numel() < words) {
-      bits_ = at::empty({words}, call_.query.options().dtype(at::kInt));
+    const int64_t bytes = bytes_of_draws(window);
+    params.are_drawn = call_.draws.defined() ? 1 : 0;
+    if (params.are_drawn == 0) {
+      reserve(bits_, bytes);
     }
-    params.draws = reinterpret_cast<u32*>(bits_.mutable_data_ptr<int32_t>());
-    TileParams of_window = params;
-    put_window(of_window, window);
-    // One kernel for all head dims.
-    const TileDims dims{kTileDimsStep, kTileDimsStep, call_.query.scalar_type(), true};
-    const int64_t lines = lines_held(TileKernel::kDraws, dims, call_.query.device());
-    launch_tile_kernel(TileKernel::kDraws, of_window, dims,
-                       {blocks_of(window.keys, kKeysOfBlock), blocks_of(window.rows, lines), window.heads},
-                       call_.query.device());
+    params.draws = words_of(params.are_drawn != 0 ? call_.draws : bits_);
+    if (of_keys) {
+      reserve(bits_of_keys_, bytes);
+      params.draws_of_keys = words_of(bits_of_keys_);
+    }
+    if (of_keys || params.are_drawn == 0) {
+      launch_draws(params, call_, window);
+    }
   }
 
  private:
+  void reserve(at::Tensor& bits, int64_t bytes) const {
+    if (!bits.defined() || static_cast<int64_t>(bits.nbytes()) < bytes) {
+      bits = empty_draws(call_, bytes);
+    }
+  }
+
   const TileCall& call_;
-  bool is_drawn_;
-  at::Tensor bits_;
+  at::Tensor bits_, bits_of_keys_;
 };
 
 /// Of the keys: where rows are few, as many parts as keep the processors busy, of some steps each.
@@ -156,6 +179,14 @@ int64_t parts_of(const TileCall& call) {
       call.query.size(0) * call.query.size(1) * blocks_of(call.query.size(2), TileKernel::kAttend, call);
   const int64_t wanted = processors_of(call.query.device()) * kBlocksOfProcessor / blocks;
   return std::clamp(std::min(wanted, call.key.size(2) / kLeastKeys), int64_t{1}, int64_t{64});
+}
+
+at::Tensor tile_draws(const TileCall& call) {
+  const at::Tensor draws = empty_draws(call, bytes_of_draws(all_of(call)));
+  TileParams params = params_of(call);
+  params.draws = words_of(draws);
+  launch_draws(params, call, all_of(call));
+  return draws;
 }
 
 std::tuple<at::Tensor, at::Tensor> tile_attend(const TileCall& call) {
@@ -191,7 +222,8 @@ std::tuple<at::Tensor, at::Tensor> tile_attend(const TileCall& call) {
 }
 
 at::Tensor tile_weights(const TileWeightsCall& wanted) {
-  const TileCall& call = wanted.call;
+  TileCall call = wanted.call;
+  call.draws.reset();  // which are of all heads and rows
   const at::Tensor weights = at::empty({wanted.heads, wanted.rows, call.key.size(2)}, call.query.options());
   TileParams params = params_of(call);
   params.lse = wanted.lse.const_data_ptr<float>();
@@ -231,14 +263,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> tile_grads(const Tile
   for (const Window& heads : split_heads(all_of(call), params.group, draws.most_bytes())) {
     const auto of_rows = split_rows(heads, draws.most_bytes()),
                of_keys = split_keys(heads, draws.most_bytes());
+    const bool is_one = of_rows.size() == 1 && of_keys.size() == 1;
     for (const Window& rows : of_rows) {
-      draws.make(params, rows);
+      draws.make(params, rows, /*of_keys=*/is_one);
       launch_over_rows(TileKernel::kGradQuery, params, call, rows);  // makes what the next one reads
     }
-    const bool is_one = of_rows.size() == 1 && of_keys.size() == 1;
     for (const Window& keys : of_keys) {
       if (!is_one) {
-        draws.make(params, keys);
+        draws.make(params, keys, /*of_keys=*/true);
       }
       launch_over_keys(TileKernel::kGradKeys, params, call, keys);
     }
@@ -249,6 +281,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> tile_grads(const Tile
 }  // namespace
 
 TORCH_LIBRARY_IMPL(attn_ext, CUDA, m) {
+  m.impl("_tile_draws", TORCH_FN((Unboxed<TileCall>::kernel<&tile_draws>)));
   m.impl("_tile_attend", TORCH_FN((Unboxed<TileCall>::kernel<&tile_attend>)));
   m.impl("_tile_weights", TORCH_FN((Unboxed<TileWeightsCall>::kernel<&tile_weights>)));
   m.impl("_tile_grads", TORCH_FN((Unboxed<TileGradsCall>::kernel<&tile_grads>)));

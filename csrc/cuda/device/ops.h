@@ -13,14 +13,15 @@ struct TileCall {
   at::Tensor value;  // (N, Hkv, Lk, Dv)
   at::Tensor mask;   // (N, H, Lq, Lk), expanded, as it came; undefined: none
   at::Tensor seed;   // of dropout; undefined: none
+  at::Tensor draws;  // all of them, as `_tile_draws` gives them; undefined: drawn where they are needed
   double scale = 1.0, softcap = 0.0, dropout_p = 0.0;
   int64_t low = 0, high = 0;                // row i sees keys i + low ... i + high
   int64_t first_batch = 0, batch_step = 1;  // n counts as n batch_step + first_batch in the draws
 
   /// -> (N, H, Lq, Dv) and lse, (N, H, Lq) float32, without sinks.
   auto arguments() {
-    return fields(query, key, value, or_none(mask), or_none(seed), scale, softcap, dropout_p, low, high,
-                  first_batch, batch_step);
+    return fields(query, key, value, or_none(mask), or_none(seed), or_none(draws), scale, softcap, dropout_p,
+                  low, high, first_batch, batch_step);
   }
 };
 

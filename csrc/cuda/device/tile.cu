@@ -1,7 +1,7 @@
 // What the kernels of attention share, a tile of scores at a time on the matrix units of an NVIDIA GPU.
 // Compiled with one of them when that is first needed, by the compiler that comes with PyTorch, between
 // tile_params.h, primitives.cu and numbers.cu, mma.cu or wgmma.cu, and the kernel. Defined from outside:
-// HEAD_DIM and VALUE_DIM, multiples of 16, IS_BFLOAT16, and WITH_DROPOUT, 0 where there is none.
+// HEAD_DIM and VALUE_DIM, multiples of 16, IS_BFLOAT16, and WITH_DROPOUT: 0 without, 1 with it, 2 either.
 //
 //   S = softcap(scale Q K^T) + bias over what is visible       P = exp(S - lse)
 
@@ -185,57 +185,36 @@ DEVICE float subtrahend_of(float lse) {
   return lse == -kInfinity ? kInfinity : lse;
 }
 
-/// Whether there is dropout; for the compiler, if WITH_DROPOUT is 0.
+/// Whether there is dropout; for the compiler, wherever it is not both.
 DEVICE bool has_dropout(const TileParams& p) {
-  return WITH_DROPOUT && p.draws != nullptr;
+  return WITH_DROPOUT == 1 || (WITH_DROPOUT == 2 && p.seed != nullptr);
 }
 
 constexpr int kTileWords = 128;             // of the bits of 64 rows and 64 keys
 constexpr int kKeysOfBlock = 8 * kPassing;  // of draws.cu and weights.cu
 
-/// In pairs, as blocks hold rows.
-DEVICE i64 row_tiles_of(const TileParams& p) {
-  return (p.rows + 127) / 128 * 2;
-}
-DEVICE i64 key_tiles_of(const TileParams& p) {
-  return (p.keys + 63) / 64;
+/// In pairs, as blocks hold lines.
+DEVICE i64 tiles_of(int lines) {
+  return (lines + 127) / 128 * 2;
 }
 
-/// A thread's words, one for each step of keys, of the rows that its block holds from `row` on; heads count
-/// from the first of the launch. draws.cu says what their bits are.
+/// Of all words a thread's first one, and the next ones kTileWords apart, of the lines that its block holds
+/// from the `line`th of a launch on, beside `passing` of the other kind; heads count from the first of the
+/// launch. draws.cu says what their bits are.
+DEVICE i64 first_word(int head, int line, int lines, int passing) {
+  const i64 tile = head * tiles_of(lines) + line / 64 + threadIdx.x / kTileWords;
+  return tile * tiles_of(passing) * kTileWords + threadIdx.x % kTileWords;
+}
 DEVICE u32* bits_of_rows(const TileParams& p, int head, int row) {
-  const i64 row_tile = head * row_tiles_of(p) + (row - p.row_begin) / 64 + threadIdx.x / kTileWords;
-  return p.draws + row_tile * key_tiles_of(p) * kTileWords + threadIdx.x % kTileWords;
+  return p.draws + first_word(head, row - p.row_begin, p.rows, p.keys);
+}
+DEVICE u32* bits_of_keys(const TileParams& p, int head, int key) {
+  return p.draws_of_keys + first_word(head, key - p.key_begin, p.keys, p.rows);
 }
 
-/// 0 for each element that dropout leaves out, of which `kept` has no bit.
-DEVICE void drop(Numbers<kPassing>& numbers, u32 kept) {
-  each_element<kPassing>([&](int block, int i) {
-    float& number = numbers.at[block][i];
-    number = kept >> (block * 4 + i) & 1 ? number : 0.0f;
-  });
-}
-
-/// Nothing of what is hidden, of which `hidden` has a bit for each element, reaches anything, NaN neither.
-DEVICE void clear_hidden(Numbers<kPassing>& numbers, u32 hidden) {
-  if (hidden == 0) {
-    return;
-  }
-  each_element<kPassing>([&](int block, int i) {
-    if (hidden >> (block * 4 + i) & 1) {
-      numbers.at[block][i] = 0.0f;
-    }
-  });
-}
-
-/// dS of P softcap' and what comes in at P, in the place of the former.
-template <class DeltaAt>
-DEVICE void make_grad_scores(Numbers<kPassing>& scores, const Numbers<kPassing>& grad_weights, float factor,
-                             u32 hidden, DeltaAt delta_at) {
-  each_element<kPassing>([&](int block, int i) {
-    scores.at[block][i] *= grad_weights.at[block][i] * factor - delta_at(block, i);
-  });
-  clear_hidden(scores, hidden);
+/// A number that dropout may leave out: 0 then. `kept` has a bit for each element.
+DEVICE float if_kept(u32 kept, int block, int i, float number) {
+  return kept >> (block * 4 + i) & 1 ? number : 0.0f;
 }
 
 /// Of a launch over blocks of lines of `heads` heads: heads whose other lines fit into a cache together take

@@ -24,7 +24,7 @@ struct TileParams {
   int heads_together;             // of a launch over blocks of lines: those that take turns
   int low, high;                  // row i sees keys from i + low to i + high
   float scale, softcap;           // softcap 0: none
-  const i64* seed;                // of draws.cu
+  const i64* seed;                // of draws.cu; null: no dropout
   u32 threshold;                  // draws from here on are kept
   float kept;                     // what they are multiplied by
   float *part_output, *part_lse;  // (parts, N, heads, Lq, Dv), (parts, N, heads, Lq)
@@ -32,6 +32,8 @@ struct TileParams {
   float* subtrahend;              // (N, heads, Lq), lse as grad_keys.cu takes it, of grad_query.cu
   int first_head, launch_heads, row_begin, rows, key_begin,
       keys;                     // of a launch, heads counted over N as well
-  u32* draws;                   // bits, of draws.cu for a launch; null: no dropout
+  u32* draws;                   // bits, of draws.cu for a launch, as rows are held
   int first_batch, batch_step;  // n counts as n batch_step + first_batch in the draws
+  u32* draws_of_keys;           // the same bits as keys are held; null: of draws.cu not wanted
+  int are_drawn;                // 1: of draws.cu these alone are wanted, `draws` are there
 };

@@ -98,11 +98,11 @@ KERNEL(3) weights(const TileParams p) {
         weight = !kind.is_whole && weight == -kInfinity
                      ? 0.0f
                      : scorer.weight(kind, weight, subtrahend[i / 2]) * factor;
+        if (has_dropout(p)) {
+          weight = if_kept(kept, block, i, weight);
+        }
       });
     });
-    if (has_dropout(p)) {
-      drop(weights, kept);
-    }
     store_weights(p, head, weights, row, key);
   }
 }

@@ -26,12 +26,11 @@ void put_window(Params& params, const Window& window) {
 
 inline constexpr int64_t kLinesOfWindow = 128;  // parts begin at multiples of it, as blocks do
 
-/// Rows in pairs of tiles of 64, keys in tiles of 64.
+/// Rows and keys in pairs of tiles of 64.
 inline int64_t bytes_of_draws(const Window& window) {
-  constexpr int64_t kTile = 64, kBits = 8;
-  const int64_t rows = (window.rows + 2 * kTile - 1) / (2 * kTile) * (2 * kTile);
-  const int64_t keys = (window.keys + kTile - 1) / kTile * kTile;
-  return window.heads * rows * keys / kBits;
+  constexpr int64_t kPair = 128, kBits = 8;
+  const auto whole = [](int64_t lines) { return (lines + kPair - 1) / kPair * kPair; };
+  return window.heads * whole(window.rows) * whole(window.keys) / kBits;
 }
 
 /// Into parts of as many `lines` as each other, multiples of `step`, that take no more than `most_bytes` or
