@@ -28,19 +28,20 @@ class Explanation:
     scratch_bytes: int
     """Memory beyond inputs, outputs and what is packed, an upper bound."""
     saved_bytes: int
-    """Weights that are saved for the backward pass, where a gradient is wanted
-    (:class:`attn_ext.save_weights_for_backward`)."""
+    """Weights that are saved for the backward pass, where a gradient is wanted, or on an NVIDIA GPU the draws
+    of dropout (:class:`attn_ext.save_weights_for_backward`)."""
     reason: str
     """Why this path."""
 
     def __str__(self) -> str:
+        saved = "draws" if self.path == "tiles" else "weights"
         return (
             f"path        {self.path} ({self.capability})\n"
             f"because     {self.reason}\n"
             f"block       {self.block_rows} query rows x {self.block_keys} keys\n"
             f"packed      {self.packed_bytes:,} bytes\n"
             f"scratch     at most {self.scratch_bytes:,} bytes"
-            + (f"\nsaved       {self.saved_bytes:,} bytes, weights for backward" if self.saved_bytes else "")
+            + (f"\nsaved       {self.saved_bytes:,} bytes, {saved} for backward" if self.saved_bytes else "")
         )
 
 

@@ -7,6 +7,8 @@
 
 #include <algorithm>
 
+#include "device/windows.h"
+
 namespace attn_ext::cuda {
 
 namespace {
@@ -36,11 +38,12 @@ bool saves_draws(const SdpaArgs& args) {
       !can_be_saved(args.query)) {
     return false;
   }
-  constexpr int64_t kBitsOfByte = 8;
-  const int64_t rows = args.query.numel() / std::max(args.query.size(-1), int64_t{1});
+  const int64_t len = args.query.size(-2),
+                heads = args.query.numel() / std::max(len * args.query.size(-1), int64_t{1});
   const int64_t numbers =
-      args.query.numel() + args.key.numel() + args.value.numel() + rows * args.value.size(-1);
-  return rows * args.key.size(-2) / kBitsOfByte <= numbers * static_cast<int64_t>(args.query.element_size());
+      args.query.numel() + args.key.numel() + args.value.numel() + heads * len * args.value.size(-1);
+  return bytes_of_draws(Window{0, heads, 0, len, 0, args.key.size(-2)}) <=
+         numbers * static_cast<int64_t>(args.query.element_size());
 }
 
 SdpaOutputs call_forward_saving_draws(const SdpaArgs& args) {
