@@ -28,6 +28,7 @@ class save_weights_for_backward(ContextDecorator):
     On an NVIDIA GPU a call with dropout in bfloat16 or float16 that goes by attn_ext's own kernels saves its
     draws instead, a bit for each weight, where they take no more memory than query, key, value and output
     together (``Lk`` up to 64 ``D`` where ``Lq`` is ``Lk``); backward draws nothing again, with the same bits.
+    There what was allowed last holds for the whole process, as backward runs in a thread of its own.
 
     Memory is counted by shapes, as if nothing were broadcast but the keys of a group. Packed sequences and
     calls that return weights or key mass save none. :func:`attn_ext.explain` tells of a call with tensors of

@@ -337,7 +337,14 @@ SdpaSizes check_backward(const SdpaOutputs& grads, const SdpaArgs& args, const S
   const bool is_double =
       saved.delta.defined() && saved.lse.defined() && saved.lse.scalar_type() == at::kDouble;
   check_like_output(saved.lse, "lse", rows, is_double ? at::kDouble : accumulated, args.query);
-  if (saved.weights.defined() && !saved.has_draws()) {
+  if (saved.has_draws()) {
+    TORCH_CHECK(
+        args.dropout_p > 0.0 && !saved.delta.defined() && !args.sequences.defined() &&
+            saved.weights.dim() == 1 && saved.weights.is_contiguous() &&
+            saved.weights.device() == args.query.device(),
+        "attn_ext: expected draws as _sdpa_forward_saving_draws gives them, with dropout and with neither "
+        "a delta nor packed sequences");
+  } else if (saved.weights.defined()) {
     check_like_output(saved.weights, "weights", sizes.with_tail({sizes.query_len, sizes.key_len}), dtype,
                       args.query);
     TORCH_CHECK(args.dropout_p == 0.0 && !saved.delta.defined() && !args.sequences.defined(),

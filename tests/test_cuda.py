@@ -1,6 +1,7 @@
 """The ways to kernels of NVIDIA GPUs, tried without one: stand-ins for the kernels, on the CPU's tensors."""
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -115,10 +116,44 @@ def test_draws_are_saved_for_backward(checkpoints):
         assert torch.equal(result, of_drawn_twice)
 
 
-def test_draws_that_take_more_than_the_tensors_are_not_saved():
+def test_draws_are_refused_for_all_threads():
+    """Autograd makes a checkpointed call again in a thread of its own."""
     with gpu_of("hopper") as called, attn_ext.save_weights_for_backward(True):
-        dropout_gradients(8 * 8 * 8 + 1, 8)
-    assert "_tile_draws" not in called and "_tile_grads" in called
+        for allowed in (False, True):
+            called.clear()
+            with attn_ext.save_weights_for_backward(allowed), ThreadPoolExecutor(1) as threads:
+                threads.submit(dropout_gradients, 70, 32, True).result()
+            assert ("_tile_draws" in called) == allowed
+
+
+@pytest.mark.parametrize("why", ["length", "broadcast", "mask_grad"])
+def test_draws_are_not_saved(why):
+    """Where they take more than the tensors, were none broadcast, or where backward would not read them."""
+    rows = {"length": 64 * 8 + 1, "broadcast": 64 * 8 + 1, "mask_grad": 40}[why]
+    lead = (1, 1) if why == "broadcast" else (2, 3)
+    query = torch.randn(*lead, rows, 8, dtype=BF16, requires_grad=True)
+    key = torch.randn(2, 3, rows, 8, dtype=BF16)
+    mask = torch.zeros(rows, rows, dtype=BF16, requires_grad=True) if why == "mask_grad" else None
+    with gpu_of("hopper") as called, attn_ext.save_weights_for_backward(True):
+        attn_ext.sdpa(query, key, key, mask, dropout_p=0.3).sum().backward()
+        assert explain(query, key, key, attn_mask=mask, dropout_p=0.3)["saved_bytes"] == 0
+    assert "_tile_draws" not in called and "_tile_attend" in called
+
+
+@pytest.mark.parametrize("words", [5, 2 * 3 * 128 * 128 // 32])
+def test_draws_that_do_not_fit_are_refused(words):
+    query = torch.randn(2, 3, 70, 32, dtype=BF16)
+    scalars = (0.3 if words == 5 else 0.0, False, None, False, None, None, 0, 0.0)
+    tensors = (query, query, query, None, None, torch.tensor(1), None)
+    saved = (query, torch.zeros(2, 3, 70))
+    wanted = [True, True, True, False, False]
+    draws = torch.zeros(words, dtype=torch.int32)
+    call = torch.ops.attn_ext._sdpa_backward
+    everything = (query, None, None, None, *tensors, *saved, *scalars, wanted, None, False, None, draws)
+    with gpu_of("hopper"), pytest.raises(RuntimeError, match="expected draws"):
+        call(*everything)
+    with pytest.raises(RuntimeError, match=r"expected (weights on the CPU|draws)"):
+        call(*everything)
 
 
 def test_explain_counts_saved_draws():

@@ -226,6 +226,7 @@ SdpaInputs backward_cpu(const SdpaOutputs& grads, const SdpaArgs& args, const Sa
     return backward_aten(grads, args, saved, wanted);
   }
   Inputs inputs(args, check_backward(grads, args, saved, wanted));
+  TORCH_CHECK(!saved.has_draws(), "attn_ext: expected weights on the CPU, but got draws of a GPU");
   inputs.make_mask_dense(args.attn_mask);
   const CallSizes& sizes = inputs.sizes;
   const auto dtype = args.query.scalar_type();

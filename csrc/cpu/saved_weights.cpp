@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdlib>
 #include <string_view>
 
@@ -24,14 +25,25 @@ bool& allowed() {
   return allowed;
 }
 
+/// As any thread said last.
+std::atomic<bool>& allowed_in_process() {
+  static std::atomic<bool> allowed = allowed_at_first();
+  return allowed;
+}
+
 }  // namespace
 
 bool save_weights_for_backward() {
   return allowed();
 }
 
+bool save_draws_for_backward() {
+  return allowed_in_process().load(std::memory_order_relaxed);
+}
+
 void set_save_weights_for_backward(bool enabled) {
   allowed() = enabled;
+  allowed_in_process().store(enabled, std::memory_order_relaxed);
 }
 
 namespace cpu {

@@ -4,6 +4,14 @@
 
 #include "../args.h"
 
+namespace attn_ext {
+
+/// As save_weights_for_backward(), of a GPU's draws of dropout, whatever the thread: a checkpointed call is
+/// made again in a thread of autograd's, which has to do as the first one did.
+bool save_draws_for_backward();
+
+}  // namespace attn_ext
+
 namespace attn_ext::cpu {
 
 /// Of a call of which a gradient is wanted. Follows from the lengths, the dims, the dtype, the group, and the

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <array>
 #include <exception>
+#include <optional>
 
 #include "route.h"
 
@@ -93,8 +94,9 @@ class ChoiceKey {
   size_t added_ = 0;
 };
 
-/// By ATen itself, with no mask but the request's.
-inline Backend ask_aten(const ChoiceRequest& request) {
+/// By ATen itself, with no mask but the request's. Nothing where it throws: if none may be that the user
+/// allows, of which `math` is not one.
+inline std::optional<Backend> ask_aten(const ChoiceRequest& request) {
   at::Tensor query = request.query;
   const at::AutoGradMode grad_mode(request.trains);
   if (request.trains && !query.requires_grad()) {
@@ -105,31 +107,33 @@ inline Backend ask_aten(const ChoiceRequest& request) {
   if (request.has_mask) {
     mask = request.query.detach().as_strided({1, 1}, {1, 1});
   }
-  int64_t choice = 0;
   try {
-    choice = at::_fused_sdp_choice(query, request.key, request.value, mask, /*dropout_p=*/0.0,
-                                   request.is_causal, /*scale=*/std::nullopt,
-                                   /*enable_gqa=*/request.key.size(1) != request.query.size(1));
-  } catch (const std::exception&) {  // none of those that the user allows, of which `math` is not one
+    const int64_t choice =
+        at::_fused_sdp_choice(query, request.key, request.value, mask, /*dropout_p=*/0.0, request.is_causal,
+                              /*scale=*/std::nullopt,
+                              /*enable_gqa=*/request.key.size(1) != request.query.size(1));
+    const bool is_known = choice > 0 && choice <= static_cast<int64_t>(Backend::kCudnn);
+    return is_known ? static_cast<Backend>(choice) : Backend::kComposition;
+  } catch (const std::exception&) {
+    return std::nullopt;
   }
-  const bool is_known = choice > 0 && choice <= static_cast<int64_t>(Backend::kCudnn);
-  return is_known ? static_cast<Backend>(choice) : Backend::kComposition;
 }
 
 /// As ask_aten, which on a GPU answers the same whenever it is asked the same.
 inline Backend choice_of_aten(const ChoiceRequest& request) {
   const c10::DispatchKeySet keys = request.query.key_set();
-  if (!keys.has(c10::DispatchKey::CUDA) || keys.has(c10::DispatchKey::Python)) {
-    return ask_aten(request);
-  }
+  const bool is_plain = keys.has(c10::DispatchKey::CUDA) && !keys.has(c10::DispatchKey::Python);
   thread_local Recent<ChoiceKey, Backend, 16> recent;
-  if (const Backend* known = recent.find(ChoiceKey(request))) {
+  const Backend* const known = is_plain ? recent.find(ChoiceKey(request)) : nullptr;
+  if (known != nullptr) {
     return *known;
   }
-  const Backend backend = ask_aten(request);
-  // Asked for the first time, ATen sets an order of its own: the key is what it is now.
-  recent.keep(ChoiceKey(request), backend);
-  return backend;
+  const std::optional<Backend> answer = ask_aten(request);
+  if (is_plain && answer) {
+    // Asked for the first time, ATen sets an order of its own: the key is what it is now.
+    recent.keep(ChoiceKey(request), *answer);
+  }
+  return answer.value_or(Backend::kComposition);
 }
 
 }  // namespace attn_ext::cuda

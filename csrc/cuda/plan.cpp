@@ -379,9 +379,9 @@ class Planner {
 
   bool make_bias_of(Backend backend) {
     FusedCall& call = plan_.call;
-    const BiasRows rows = spreads_mask_                    ? BiasRows::kAlignedCopy
-                          : backend == Backend::kEfficient ? BiasRows::kAligned
-                                                           : BiasRows::kAnywhere;
+    const BiasRows rows = backend != Backend::kEfficient ? BiasRows::kAnywhere
+                          : spreads_mask_                ? BiasRows::kAlignedCopy
+                                                         : BiasRows::kAligned;
     const at::Tensor bias =
         make_bias(canonical_mask(), visible_, plan_.problem.dtype, call.range.keys(), rows);
     const auto whole = plan_.dims.view(bias.expand(mask_sizes(bias, call.range.keys())));

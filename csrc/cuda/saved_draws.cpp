@@ -2,11 +2,11 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <attn_ext/attn_ext.h>
 #include <c10/core/DispatchKeySet.h>
 
 #include <algorithm>
 
+#include "../cpu/saved_weights.h"
 #include "device/windows.h"
 
 namespace attn_ext::cuda {
@@ -21,11 +21,30 @@ bool is_matrix_of_known_sizes(const at::Tensor& tensor) {
 }
 
 /// Whether a device's own kernel comes next that saves draws: no subclass, no mode, no transform.
-bool can_be_saved(const at::Tensor& query) {
-  const auto next = c10::impl::computeDispatchKeySet(query.key_set(), c10::after_ADInplaceOrView_keyset)
+bool can_be_saved(const SdpaArgs& args) {
+  c10::DispatchKeySet keys = args.query.key_set() | args.key.key_set() | args.value.key_set();
+  for (const at::Tensor* tensor : {&args.attn_mask, &args.sinks, &args.dropout_seed}) {
+    keys = tensor->defined() ? keys | tensor->key_set() : keys;
+  }
+  const auto next = c10::impl::computeDispatchKeySet(keys, c10::after_ADInplaceOrView_keyset)
                         .remove(c10::DispatchKey::BackendSelect)  // which is always there, and has no kernel
                         .highestPriorityTypeId();
   return c10::Dispatcher::singleton().findSchemaOrThrow(kOp, "").hasKernelForDispatchKey(next);
+}
+
+int64_t heads_of(const at::Tensor& tensor) {
+  return tensor.dim() < 3 ? 1 : tensor.size(-3);
+}
+
+/// Of a query head, as if nothing were broadcast but the keys of a group.
+bool are_small_beside_tensors(const SdpaArgs& args) {
+  const int64_t rows = args.query.size(-2), keys = args.key.size(-2),
+                dims = args.query.size(-1) + args.value.size(-1);
+  const int64_t heads = heads_of(args.query),
+                key_heads = args.enable_gqa ? std::max(heads_of(args.key), heads_of(args.value)) : heads;
+  const int64_t numbers = rows * dims + keys * dims * key_heads / std::max(heads, int64_t{1});
+  return bytes_of_draws(Window{0, 1, 0, rows, 0, keys}) <=
+         numbers * static_cast<int64_t>(args.query.element_size());
 }
 
 }  // namespace
@@ -33,17 +52,11 @@ bool can_be_saved(const at::Tensor& query) {
 bool saves_draws(const SdpaArgs& args) {
   const bool is_plain = args.dropout_p > 0.0 && args.dropout_seed.defined() && args.dropout_seed.dim() == 0 &&
                         !args.sequences.defined() && !args.unrounded && !args.dropout_origin.has_value();
-  if (!is_plain || !save_weights_for_backward() || !is_matrix_of_known_sizes(args.query) ||
-      !is_matrix_of_known_sizes(args.key) || !is_matrix_of_known_sizes(args.value) ||
-      !can_be_saved(args.query)) {
-    return false;
-  }
-  const int64_t len = args.query.size(-2),
-                heads = args.query.numel() / std::max(len * args.query.size(-1), int64_t{1});
-  const int64_t numbers =
-      args.query.numel() + args.key.numel() + args.value.numel() + heads * len * args.value.size(-1);
-  return bytes_of_draws(Window{0, heads, 0, len, 0, args.key.size(-2)}) <=
-         numbers * static_cast<int64_t>(args.query.element_size());
+  // The gradient of a mask comes from the composition, which draws by itself.
+  const bool wants_mask_grad = args.attn_mask.defined() && args.attn_mask.requires_grad();
+  return is_plain && !wants_mask_grad && save_draws_for_backward() && is_matrix_of_known_sizes(args.query) &&
+         is_matrix_of_known_sizes(args.key) && is_matrix_of_known_sizes(args.value) && can_be_saved(args) &&
+         are_small_beside_tensors(args);
 }
 
 SdpaOutputs call_forward_saving_draws(const SdpaArgs& args) {

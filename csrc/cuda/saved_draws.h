@@ -7,8 +7,8 @@
 namespace attn_ext::cuda {
 
 /// Of a call of which a gradient is wanted: where our own kernels may come next, and the draws take no more
-/// memory than query, key, value and output together, and the caller allows it. False where a size is
-/// symbolic.
+/// memory than query, key, value and output together, by shapes, as if nothing were broadcast but the keys of
+/// a group, and the caller allows it. False where a size is symbolic.
 bool saves_draws(const SdpaArgs& args);
 
 /// As call_forward with no side outputs; `weights` of what it returns are the draws, int32, undefined where

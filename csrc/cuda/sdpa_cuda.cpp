@@ -231,7 +231,12 @@ SdpaInputs backward_of_one(const SdpaOutputs& grads, const SdpaArgs& args, const
     }
   } else {
     TileCall tiles = plan.tiles;
-    tiles.draws = saved.has_draws() ? saved.weights : at::Tensor();
+    if (saved.has_draws()) {
+      TORCH_CHECK(static_cast<int64_t>(saved.weights.nbytes()) == bytes_of_draws(tiles),
+                  "attn_ext: expected draws of ", bytes_of_draws(tiles), " bytes, but got ",
+                  saved.weights.nbytes());
+      tiles.draws = saved.weights;
+    }
     const int64_t dims = tiles.value.size(-1);
     const at::Tensor grad_lse =
         grads.lse.defined() ? of_shape(grads.lse, lse.sizes()).to(at::kFloat).contiguous() : at::Tensor();

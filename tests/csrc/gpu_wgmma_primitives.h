@@ -28,9 +28,8 @@ void settle(Numbers<columns>&) {}
 inline void end_products() {
   gpu::self().products.end_group();
 }
-template <int running>
-void wait_for_products() {
-  gpu::self().products.wait(running);
+inline void wait_for_products() {
+  gpu::self().products.wait(0);
 }
 
 template <int columns, class Left>

@@ -211,11 +211,13 @@ def tile_scores(query, key, mask, scale, softcap, low, high):
 
 def tile_draws(query, key, value, mask, seed, draws, scale, softcap, dropout_p, low, high, first_batch,
                batch_step):  # fmt: skip
-    """A word each."""
+    """Bits of rows and keys rounded up to 128, in words of 32."""
     assert draws is None
     batches = (query.shape[0] - 1) * batch_step + first_batch + 1
     keep = reference.dropout_keep(seed, dropout_p, (batches, *query.shape[1:3], key.shape[2]))
-    return keep[first_batch::batch_step].int()
+    keep = keep[first_batch::batch_step]
+    padded = torch.nn.functional.pad(keep, (0, -keep.shape[-1] % 128, 0, -keep.shape[-2] % 128))
+    return (padded.reshape(-1, 32).long() << torch.arange(32)).sum(-1).to(torch.int32)
 
 
 def tile_multiplier(seed, draws, dropout_p, query, key, *batches):
@@ -223,7 +225,10 @@ def tile_multiplier(seed, draws, dropout_p, query, key, *batches):
         return 1.0
     if draws is None:
         draws = tile_draws(query, key, None, None, seed, None, 1, 0, dropout_p, 0, 0, *batches)
-    return draws * (1 / (1 - dropout_p) if dropout_p < 1 else 0.0)
+    rows, keys = query.shape[2], key.shape[2]
+    bits = draws.unsqueeze(-1) >> torch.arange(32) & 1
+    keep = bits.reshape(*query.shape[:2], rows + -rows % 128, keys + -keys % 128)[..., :rows, :keys]
+    return keep * (1 / (1 - dropout_p) if dropout_p < 1 else 0.0)
 
 
 def weights_from(s: Tensor, lse: Tensor) -> Tensor:

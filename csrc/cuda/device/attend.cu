@@ -126,7 +126,7 @@ KERNEL(2) attend(const TileParams p) {
       passing.load(key + kPassing, turn ^ 1);
     }
     const u32 kept = has_dropout(p) ? bits[key / kPassing * kTileWords] : 0;
-    finish<0>(scores);
+    finish(scores);
     float factor[2];
     Rounded<kPassing> weights;
     by_kind(p, is_whole(p, row, kHeld, key, kPassing), [&](auto kind) {
@@ -138,7 +138,7 @@ KERNEL(2) attend(const TileParams p) {
     });
     scale_rows(output, factor);
     start_adding_product(output, weights, passing.values_of(turn));
-    finish<0>(output);
+    finish(output);
   }
   wait_for_copies();
   store_rows(p, place, row, rows, output);

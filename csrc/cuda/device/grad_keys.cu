@@ -62,8 +62,8 @@ KERNEL(HELD == 64 ? 2 : 1) grad_keys(const TileParams p) {
       const u32 kept = has_dropout(p) ? bits[(row - p.row_begin) / kPassing * kTileWords] : 0;
       const float* const subtrahend = stats + turn * 2 * kPassing;
       const float* const delta = subtrahend + kPassing;
-      finish<0>(scores);
-      finish<0>(grad_weights);
+      finish(scores);
+      finish(grad_weights);
       Rounded<kPassing> applied, grad_scores;
       by_kind(p, is_whole(p, row, kPassing, key, kHeld), [&](auto kind) {
         each_element<kPassing>([&](int block, int i) {
@@ -85,8 +85,8 @@ KERNEL(HELD == 64 ? 2 : 1) grad_keys(const TileParams p) {
       });
       start_adding_product(value_sum, applied, their_grads);
       start_adding_product(key_sum, grad_scores, rows);
-      finish<0>(value_sum);
-      finish<0>(key_sum);
+      finish(value_sum);
+      finish(key_sum);
     }
   }
   wait_for_copies();

@@ -70,8 +70,8 @@ KERNEL(HELD == 64 ? 2 : 1) grad_query(const TileParams p) {
       passing.load(key + kPassing, turn ^ 1);
     }
     const u32 kept = has_dropout(p) ? bits[key / kPassing * kTileWords] : 0;
-    finish<0>(scores);
-    finish<0>(grad_weights);
+    finish(scores);
+    finish(grad_weights);
     by_kind(p, is_whole(p, row, kHeld, key, kPassing), [&](auto kind) {
       each_element<kPassing>([&](int block, int i) {
         float slope, &score = scores.at[block][i], incoming = grad_weights.at[block][i];
@@ -87,7 +87,7 @@ KERNEL(HELD == 64 ? 2 : 1) grad_query(const TileParams p) {
       });
     });
     start_adding_product(sum, rounded(scores), passing.keys_of(turn));
-    finish<0>(sum);
+    finish(sum);
   }
   wait_for_copies();
   store_lines(p.grad_query + line_of(p, place, 0) * HEAD_DIM, sum, p.scale, row, p.query_len);

@@ -24,8 +24,8 @@ DEVICE void wait_for_tiles() {
   __syncthreads();
 }
 
-/// Products are done when they have been called. `running`: of the calls before, those that need not be over.
-template <int running, int columns>
+/// Products are done when they have been called.
+template <int columns>
 DEVICE void finish(Numbers<columns>&) {}
 
 /// sum = left (kHeld, inner) right^T (columns, inner), of a warp its lines.

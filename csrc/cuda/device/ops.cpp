@@ -107,8 +107,10 @@ void launch_over_keys(TileKernel kernel, TileParams params, const TileCall& call
                      call.query.device());
 }
 
+constexpr int64_t kWordBytes = sizeof(u32);
+
 at::Tensor empty_draws(const TileCall& call, int64_t bytes) {
-  return at::empty({bytes / static_cast<int64_t>(sizeof(u32))}, call.query.options().dtype(at::kInt));
+  return at::empty({bytes / kWordBytes}, call.query.options().dtype(at::kInt));
 }
 
 u32* words_of(const at::Tensor& draws) {
@@ -130,15 +132,24 @@ class Draws {
  public:
   explicit Draws(const TileCall& call) : call_(call) {}
 
-  /// Of a launch: 64 MB, or where lines are long as much as keeps the processors busy. No limit without
-  /// dropout, and where all are there.
+  /// Of a launch: 64 MB, or where lines are long as much as keeps the processors busy. Without dropout no
+  /// limit.
   int64_t most_bytes() const {
-    if (!call_.seed.defined() || call_.draws.defined()) {
+    if (!call_.seed.defined()) {
       return std::numeric_limits<int64_t>::max();
     }
     constexpr int64_t kBytes = int64_t{1} << 26, kBlocksOfProcessor = 4, kBitsOfByte = 8;
     const int64_t line = std::max(call_.key.size(2), call_.query.size(2)) / kBitsOfByte;
     return std::max(kBytes, kBlocksOfProcessor * processors_of(call_.query.device()) * kLinesOfWindow * line);
+  }
+
+  // What a launch may be over. Draws that are there are those of whole heads.
+  std::vector<Window> of_heads() const { return split_heads(all_of(call_), group(), most_bytes()); }
+  std::vector<Window> of_rows(const Window& heads) const {
+    return are_there() ? std::vector{heads} : split_rows(heads, most_bytes());
+  }
+  std::vector<Window> of_keys(const Window& heads) const {
+    return are_there() ? std::vector{heads} : split_keys(heads, most_bytes());
   }
 
   /// Until the next window's are made; with `of_keys` as keys are held, too.
@@ -147,21 +158,26 @@ class Draws {
       return;
     }
     const int64_t bytes = bytes_of_draws(window);
-    params.are_drawn = call_.draws.defined() ? 1 : 0;
-    if (params.are_drawn == 0) {
+    params.are_drawn = are_there() ? 1 : 0;
+    if (are_there()) {
+      params.draws = words_of(call_.draws) + window.first_head * (bytes / window.heads) / kWordBytes;
+    } else {
       reserve(bits_, bytes);
+      params.draws = words_of(bits_);
     }
-    params.draws = words_of(params.are_drawn != 0 ? call_.draws : bits_);
     if (of_keys) {
       reserve(bits_of_keys_, bytes);
-      params.draws_of_keys = words_of(bits_of_keys_);
     }
-    if (of_keys || params.are_drawn == 0) {
+    params.draws_of_keys = of_keys ? words_of(bits_of_keys_) : nullptr;
+    if (of_keys || !are_there()) {
       launch_draws(params, call_, window);
     }
   }
 
  private:
+  bool are_there() const { return call_.draws.defined(); }
+  int64_t group() const { return call_.query.size(1) / call_.key.size(1); }
+
   void reserve(at::Tensor& bits, int64_t bytes) const {
     if (!bits.defined() || static_cast<int64_t>(bits.nbytes()) < bytes) {
       bits = empty_draws(call_, bytes);
@@ -207,8 +223,8 @@ std::tuple<at::Tensor, at::Tensor> tile_attend(const TileCall& call) {
     params.part_lse = part_lse.mutable_data_ptr<float>();
   }
   Draws draws(call);
-  for (const Window& heads : split_heads(all_of(call), params.group, draws.most_bytes())) {
-    for (const Window& rows : split_rows(heads, draws.most_bytes())) {
+  for (const Window& heads : draws.of_heads()) {
+    for (const Window& rows : draws.of_rows(heads)) {
       draws.make(params, rows);
       launch_over_rows(TileKernel::kAttend, params, call, rows, params.parts);
     }
@@ -260,9 +276,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> tile_grads(const Tile
   params.grad_key = numbers_into(key);
   params.grad_value = numbers_into(value);
   Draws draws(call);
-  for (const Window& heads : split_heads(all_of(call), params.group, draws.most_bytes())) {
-    const auto of_rows = split_rows(heads, draws.most_bytes()),
-               of_keys = split_keys(heads, draws.most_bytes());
+  for (const Window& heads : draws.of_heads()) {
+    const auto of_rows = draws.of_rows(heads), of_keys = draws.of_keys(heads);
     const bool is_one = of_rows.size() == 1 && of_keys.size() == 1;
     for (const Window& rows : of_rows) {
       draws.make(params, rows, /*of_keys=*/is_one);

@@ -89,7 +89,7 @@ KERNEL(3) weights(const TileParams p) {
       continue;
     }
     start_product<HEAD_DIM>(weights, queries, keys + turn * kKeys);
-    finish<0>(weights);
+    finish(weights);
     by_kind(p, is_whole(p, row, kHeld, key, kPassing), [&](auto kind) {
       each_element<kPassing>([&](int block, int i) {
         float slope, &weight = weights.at[block][i];

@@ -43,11 +43,11 @@ DEVICE u64 from_number(u64 tile, int numbers) {
   return tile >> 32 << 32 | ((u32)tile + (u32)(numbers / 8));
 }
 
-/// Products go on while a thread does other things: `sum` must be let alone until `finish(sum)`. `running`:
-/// of the calls before, those that need not be over.
-template <int running, int columns>
+/// Products go on while a thread does other things: `sum` must be let alone until `finish(sum)`, which waits
+/// for all of them.
+template <int columns>
 DEVICE void finish(Numbers<columns>& sum) {
-  wait_for_products<running>();
+  wait_for_products();
   settle(sum);
 }
 

@@ -46,10 +46,8 @@ DEVICE void end_products() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-/// Until of what has been ended no more than `running` go on.
-template <int running>
 DEVICE void wait_for_products() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(running) : "memory");
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
 
 /// c = a b^T, or with `adds` c += a b^T: 64 lines and `columns` lines of 16 numbers in shared memory.

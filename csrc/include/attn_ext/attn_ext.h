@@ -138,7 +138,7 @@ ATTN_EXT_API std::tuple<at::Tensor, at::Tensor> merge_partials(const std::vector
 
 /// Whether this thread's calls that a gradient is wanted of may save their weights (..., Hq, Lq, Lk) for the
 /// backward pass, where that is faster and takes no more memory than query, key, value and output together;
-/// on an NVIDIA GPU the draws of dropout, a bit each.
+/// on an NVIDIA GPU the draws of dropout, a bit each, as was last said in any thread.
 /// True at first, unless the environment variable ATTN_EXT_SAVE_WEIGHTS is 0.
 ATTN_EXT_API bool save_weights_for_backward();
 ATTN_EXT_API void set_save_weights_for_backward(bool enabled);
