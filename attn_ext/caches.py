@@ -256,7 +256,12 @@ class KeyValueCache:
 
         Returns:
             The output, :math:`(T, H_q, D_v)`.
+
+        Raises:
+            TypeError: ``sequences`` that is no tensor of integers.
         """
+        if sequences is not None and not is_scripting():
+            _check_numbers("sequences", sequences)
         return sdpa_paged(
             query,
             self.key_pages,

@@ -82,7 +82,8 @@ def sdpa(
         query_offset: position of the first query row among the keys: 0 aligns the causal triangle top-left,
             ``Lk - Lq`` bottom-right, as with a key/value cache.
         softcap: bound :math:`c` of the scaled scores; 0 for none.
-        sinks: :math:`(H_q,)`, one score a head that takes part in the softmax and has no value; -inf is none.
+        sinks: :math:`(H_q,)`, or with batch dims before it, one score a head that takes part in the softmax
+            and has no value; -inf is none.
 
     Returns:
         The output, :math:`(\dots, H_q, L_q, D_v)`, in the dtype of ``query``.

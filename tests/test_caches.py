@@ -394,6 +394,8 @@ class TestErrors:
             cache.reset([0])
         with pytest.raises(TypeError, match=r"expected sequences .*, but got torch\.bool"):
             cache.reset(torch.tensor([True, False, False]))
+        with pytest.raises(TypeError, match=r"expected sequences as a tensor .*, but got list"):
+            cache.attend_packed(key, None, [0, 1, 2])
         with pytest.raises(TypeError, match=r"expected cu_seqlens as a tensor .*, but got list"):
             cache.append_packed(key, key[..., :6], [0, 1, 2, 3])
 

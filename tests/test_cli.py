@@ -205,6 +205,8 @@ class TestInfo:
         assert attn_ext.__version__ in printed
         assert f"{torch.__version__}, built against" in printed
         assert f"{attn_ext.cpu_capability()} (available: " in printed
+        sets = attn_ext.available_cpu_capabilities()
+        assert ("amx by vectors" in printed) == ("amx" in sets and sets[-1] != "amx")
         assert re.search(rf"^threads +{torch.get_num_threads()}$", printed, re.MULTILINE)
         assert re.search(r"^compiler +\w+ \d+", printed, re.MULTILINE)
 

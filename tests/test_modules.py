@@ -676,3 +676,26 @@ def test_parameters_are_made_where_and_as_they_are_wanted(make):
     torch.manual_seed(3)
     for a, b in zip(make(16, dtype=torch.float32).parameters(), plain.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        SelfAttention,
+        CrossAttention,
+        lambda *a, **b: MultiHeadAttention(*a, 4, **b),
+        lambda *a, **b: MultiHeadAttention(*a, 4, packed=False, **b),
+    ],
+)
+def test_parameters_begin_anew(make):
+    """As the constructor begins them, also where there was no memory yet."""
+    torch.manual_seed(3)
+    expected = make(16, sinks=True, bias=True).state_dict()
+    module = make(16, sinks=True, bias=True, device="meta").to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(torch.nan)
+    torch.manual_seed(3)
+    module.reset_parameters()
+    for name, parameter in module.state_dict().items():
+        assert torch.equal(parameter, expected[name]), name

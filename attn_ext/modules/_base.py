@@ -85,6 +85,14 @@ class AttentionModule(nn.Module):
         self.keep_weights = False
         self.last_weights = None
 
+    def reset_parameters(self) -> None:
+        """Begin all parameters anew, as the constructor does; after ``to_empty()``, for example."""
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
+        for child in self.children():
+            if isinstance(child, nn.Linear):
+                child.reset_parameters()
+
     def _attend(
         self,
         query: Tensor,

@@ -139,6 +139,12 @@ class MultiHeadAttention(AttentionModule):
             nn.Linear(size, out, bias, **where) for size, out in zip(in_dims, self.out_dims, strict=True)
         )
 
+    def reset_parameters(self) -> None:
+        """Begin all parameters anew, as the constructor does; after ``to_empty()``, for example."""
+        if self.in_proj_weight is not None:
+            _reset_as_linear(self.in_proj_weight, self.in_proj_bias)
+        super().reset_parameters()
+
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention) -> "MultiHeadAttention":
         """A module with copies of the weights of ``module``, called with inputs of the same layout.
