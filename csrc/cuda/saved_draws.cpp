@@ -29,7 +29,8 @@ bool can_be_saved(const SdpaArgs& args) {
   const auto next = c10::impl::computeDispatchKeySet(keys, c10::after_ADInplaceOrView_keyset)
                         .remove(c10::DispatchKey::BackendSelect)  // which is always there, and has no kernel
                         .highestPriorityTypeId();
-  return c10::Dispatcher::singleton().findSchemaOrThrow(kOp, "").hasKernelForDispatchKey(next);
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(kOp, "");
+  return op.hasKernelForDispatchKey(next);
 }
 
 int64_t heads_of(const at::Tensor& tensor) {
