@@ -65,7 +65,7 @@ SdpaOutputs call_forward_saving_draws(const SdpaArgs& args) {
   static const auto op = find_op<DrawnCall, Results>(kOp);
   DrawnCall call{args};
   auto [output, lse, draws] = call_op(op, call.arguments());
-  return {.output = output, .lse = lse, .weights = draws.value_or(at::Tensor())};
+  return {output, lse, tensor_or_undefined(draws), {}};
 }
 
 }  // namespace attn_ext::cuda
