@@ -89,7 +89,7 @@ SdpaOutputs forward_saving_draws(const SdpaArgs& args) {
   if (plan.backend != Backend::kTiles) {
     return forward(args, {}, /*wants_lse=*/true);
   }
-  plan.tiles.draws = tile_draws(plan.tiles);
+  plan.tiles.draws = make_draws(plan.tiles);
   SdpaOutputs outputs = forward_by_tiles(args, plan, {});
   outputs.weights = plan.tiles.draws;
   return outputs;

@@ -83,7 +83,7 @@ int64_t bytes_of_draws(const TileCall& call) {
   return bytes_of_draws(Window{0, heads_of(call), 0, call.query.size(2), 0, call.key.size(2)});
 }
 
-at::Tensor tile_draws(const TileCall& call) {
+at::Tensor make_draws(const TileCall& call) {
   static const auto op = find_op<TileCall, at::Tensor>("attn_ext::_tile_draws");
   TileCall wanted = call;
   return call_op(op, wanted.arguments());

@@ -20,7 +20,7 @@ struct TileOutputs {
 TileOutputs tile_forward(const TileCall& call);
 
 /// Those of dropout, all of them, to be given in a call: int32 words.
-at::Tensor tile_draws(const TileCall& call);
+at::Tensor make_draws(const TileCall& call);
 int64_t bytes_of_draws(const TileCall& call);
 
 struct TileSides {
