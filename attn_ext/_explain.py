@@ -66,8 +66,8 @@ def explain(
     The arguments are those of :func:`attn_ext.sdpa`.
 
     Returns:
-        Explanation: path, instruction set, block sizes, bytes of packing and scratch, bytes of weights
-            that are saved for backward, and the reason.
+        Explanation: path, instruction set, block sizes, bytes of packing and scratch, bytes of weights or
+            draws that are saved for backward, and the reason.
 
     Raises:
         RuntimeError: what the call itself would raise.
