@@ -33,6 +33,21 @@ std::atomic<bool>& allowed_in_process() {
 
 }  // namespace
 
+std::optional<std::array<int64_t, 3>> sizes_of(const at::Tensor& tensor) {
+  if (tensor.is_nested() || tensor.dim() < 2) {
+    return std::nullopt;
+  }
+  std::array<int64_t, 3> sizes{1, 0, 0};
+  for (int64_t i = tensor.dim() < 3 ? 1 : 0; i < 3; ++i) {
+    const auto size = tensor.sym_size(i - 3).maybe_as_int();
+    if (!size.has_value()) {
+      return std::nullopt;
+    }
+    sizes[static_cast<size_t>(i)] = *size;
+  }
+  return sizes;
+}
+
 bool save_weights_for_backward() {
   return allowed();
 }
@@ -49,22 +64,6 @@ void set_save_weights_for_backward(bool enabled) {
 namespace cpu {
 
 namespace {
-
-/// Heads, rows and columns; none where they are not known, or the tensor is not even a matrix.
-std::optional<std::array<int64_t, 3>> sizes_of(const at::Tensor& tensor) {
-  if (tensor.is_nested() || tensor.dim() < 2) {
-    return std::nullopt;
-  }
-  std::array<int64_t, 3> sizes{1, 0, 0};
-  for (int64_t i = tensor.dim() < 3 ? 1 : 0; i < 3; ++i) {
-    const auto size = tensor.sym_size(i - 3).maybe_as_int();
-    if (!size.has_value()) {
-      return std::nullopt;
-    }
-    sizes[static_cast<size_t>(i)] = *size;
-  }
-  return sizes;
-}
 
 /// can_join_heads() of the backward kernels, as far as it shows before there are gradients.
 bool can_join_heads(const SdpaArgs& args, int64_t query_len) {

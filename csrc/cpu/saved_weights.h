@@ -2,9 +2,15 @@
 // exponentials again.
 #pragma once
 
+#include <array>
+#include <optional>
+
 #include "../args.h"
 
 namespace attn_ext {
+
+/// Heads, rows and columns; none where they are not known, or the tensor is not even a matrix.
+std::optional<std::array<int64_t, 3>> sizes_of(const at::Tensor& tensor);
 
 /// As save_weights_for_backward(), of a GPU's draws of dropout, whatever the thread: a checkpointed call is
 /// made again in a thread of autograd's, which has to do as the first one did.

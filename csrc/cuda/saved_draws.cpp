@@ -15,11 +15,6 @@ namespace {
 
 constexpr const char* kOp = "attn_ext::_sdpa_forward_saving_draws";
 
-bool is_matrix_of_known_sizes(const at::Tensor& tensor) {
-  return !tensor.is_nested() && tensor.dim() >= 2 &&
-         !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
-}
-
 /// Whether a device's own kernel comes next that saves draws: no subclass, no mode, no transform.
 bool can_be_saved(const SdpaArgs& args) {
   c10::DispatchKeySet keys = args.query.key_set() | args.key.key_set() | args.value.key_set();
@@ -33,16 +28,14 @@ bool can_be_saved(const SdpaArgs& args) {
   return op.hasKernelForDispatchKey(next);
 }
 
-int64_t heads_of(const at::Tensor& tensor) {
-  return tensor.dim() < 3 ? 1 : tensor.size(-3);
-}
-
 /// Of a query head, as if nothing were broadcast but the keys of a group.
 bool are_small_beside_tensors(const SdpaArgs& args) {
-  const int64_t rows = args.query.size(-2), keys = args.key.size(-2),
-                dims = args.query.size(-1) + args.value.size(-1);
-  const int64_t heads = heads_of(args.query),
-                key_heads = args.enable_gqa ? std::max(heads_of(args.key), heads_of(args.value)) : heads;
+  const auto query = sizes_of(args.query), key = sizes_of(args.key), value = sizes_of(args.value);
+  if (!query || !key || !value) {
+    return false;
+  }
+  const int64_t rows = (*query)[1], keys = (*key)[1], dims = (*query)[2] + (*value)[2];
+  const int64_t heads = (*query)[0], key_heads = args.enable_gqa ? std::max((*key)[0], (*value)[0]) : heads;
   const int64_t numbers = rows * dims + keys * dims * key_heads / std::max(heads, int64_t{1});
   return bytes_of_draws(Window{0, 1, 0, rows, 0, keys}) <=
          numbers * static_cast<int64_t>(args.query.element_size());
@@ -55,8 +48,7 @@ bool saves_draws(const SdpaArgs& args) {
                         !args.sequences.defined() && !args.unrounded && !args.dropout_origin.has_value();
   // The gradient of a mask comes from the composition, which draws by itself.
   const bool wants_mask_grad = args.attn_mask.defined() && args.attn_mask.requires_grad();
-  return is_plain && !wants_mask_grad && save_draws_for_backward() && is_matrix_of_known_sizes(args.query) &&
-         is_matrix_of_known_sizes(args.key) && is_matrix_of_known_sizes(args.value) && can_be_saved(args) &&
+  return is_plain && !wants_mask_grad && save_draws_for_backward() && can_be_saved(args) &&
          are_small_beside_tensors(args);
 }
 
