@@ -29,6 +29,19 @@ ATTN_EXT_INLINE int64_t backward_few_rows(const AttentionShape& shape) {
   return dims < 64 ? 8 : dims < 128 ? 12 : 20;
 }
 
+// Among few keys, whole steps of them, a few rows go the way of few rows as long as rows and sums stay in
+// registers (few_rows/in_registers.h), and the rows are long enough to fill vectors: the way of few keys
+// turns keys and values around, for tiles that would be idle for the most part.
+constexpr int64_t kStepKeys = 16;     // that few rows meet at once
+constexpr int64_t kRegisterRows = 4;  // of a group
+template <typename S>
+ATTN_EXT_INLINE bool few_rows_of_few_keys(const AttentionShape& shape) {
+  constexpr int64_t kDims = 32;  // for a row
+  const int64_t rows = group_size(shape) * shape.query_len;
+  return shape.key_len >= kStepKeys && rows > 0 && rows <= kRegisterRows &&
+         rows * kDims <= shape.head_dim + shape.value_dim;
+}
+
 // From these bytes on, gradients of key and value would push out of the caches what else is at work, and be
 // out of them before they are read. Where the rows that make them are few, it tells that lines have to be
 // read before they are written there.
@@ -87,9 +100,8 @@ ATTN_EXT_INLINE bool can_join_heads(const BackwardParams& params) {
 
 template <typename S>
 BackwardPath path_of_shape(const AttentionShape& shape, bool can_join = true) {
-  // Before few rows: delta comes from the weights there, not from a rounded output, and with few keys nothing
-  // averages that rounding out.
   if (shape.key_len > 0 && shape.key_len <= kFewKeys) {
+    if (few_rows_of_few_keys<S>(shape)) return BackwardPath::kFewRows;
     const bool small = shape.query_len <= kSmallRows && shape.key_len <= kSmallKeys &&
                        shape.head_dim <= kSmallDim && shape.value_dim <= kSmallDim;
     return small ? BackwardPath::kSmallHeads : BackwardPath::kFewKeys;

@@ -56,6 +56,7 @@ struct FewKeys {
     if (round == 0) return copies.clear({task + 1, task + 2});
     if (round == 2) return copies.sum(plan.chains, task);
     run_chains(params, plan, task, copies, scratch);
+    finish_streams();
   }
 
   // In one chain for all units: nothing but their keys is met twice.
@@ -164,7 +165,9 @@ struct FewKeys {
         if (i == 0) work.add_to_sink();
       });
     }
-    if (turn + 1 == turns_of_unit(shape, plan)) work.store_keys();
+    if (turn + 1 < turns_of_unit(shape, plan)) return;
+    work.store_keys();
+    finish_streams();
   }
 
   static void run_chains(const BackwardParams& params, const BackwardPlan& plan, int64_t task,

@@ -47,7 +47,8 @@ class FewKeysUnit {
         wants_grads_(params.grad_query.data != nullptr || params.grad_key.data != nullptr ||
                      params.grad_mask.data != nullptr || params.grad_sinks != nullptr),
         full_(params.dropout.enabled || params.rule.softcap > 0 || params.grad_weights.data != nullptr ||
-              params.grad_key_mass.data != nullptr || !has_grad_) {}
+              params.grad_key_mass.data != nullptr || !has_grad_),
+        streamed_(streams_key_gradients<S>(params.shape)) {}
   FewKeysUnit(const FewKeysUnit&) = delete;
   FewKeysUnit& operator=(const FewKeysUnit&) = delete;
 
@@ -212,7 +213,7 @@ class FewKeysUnit {
   const ScoreUnits<T> units_;
   const int64_t group_;
   const MaskGrad<S> mask_grad_;
-  const bool has_grad_, wants_grads_, full_;
+  const bool has_grad_, wants_grads_, full_, streamed_;
   Unit unit_{0, 0};
   FewKeysMemory<S> memory_{};
   FewKeysPack<S> pack_{};
@@ -355,7 +356,7 @@ void FewKeysUnit<S>::store_keys() const {
   const auto write = [&](const T* from, const ResultView& grad, int64_t dim, bool there, double scale) {
     if (grad.data == nullptr) return;
     const int64_t keys = there ? keys_ : 0;
-    const HeadGradient<S> result{grad, unit_.batch, unit_.key_head, dim, scale};
+    const HeadGradient<S> result{grad, unit_.batch, unit_.key_head, dim, scale, streamed_};
     result.write(from, padded_dim<S>(dim), {0, keys});
     for (int64_t j = keys; j < shape.key_len; ++j) {
       clear_gradient_row<S>(grad, unit_.batch, unit_.key_head, j, dim);

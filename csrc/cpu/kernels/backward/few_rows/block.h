@@ -18,10 +18,10 @@
 #include "../row_gradients.h"
 #include "../row_terms.h"
 #include "../store_rows.h"
+#include "in_registers.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
-constexpr int64_t kStepKeys = 16;  // worked on at once
 static_assert(kDropoutColumns % kStepKeys == 0);
 
 // rows: all of a group, head by head.
@@ -36,9 +36,10 @@ struct FewRowsScratch {
   T* query_rows;         // (rows, padded D): 0 in place of NaN and Inf
   T* grad_rows;          // (rows, padded Dv): the same
   T* grad_query;         // (rows, padded D), to be scaled
-  T* grad_sums;          // (rows, lanes): sums of dS
-  T *weights, *grads;    // (rows, kStepKeys): S, then P after dropout; dP, then dS
-  T* cap_slope;          // (rows, kStepKeys): 1 - tanh^2
+  T* grad_sums;          // (rows, lanes): sums of dS, or of P dP
+  T* weight_sums;        // (rows, lanes): sums of P
+  T *weights, *grads;    // (steps that are kept, rows, kStepKeys): S, then P after dropout; dP, then dS
+  T* cap_slope;          // the same: 1 - tanh^2
   T* keep;               // (rows, kDropoutColumns): dropout factors
   Element* gathered;     // (kStepKeys, D or Dv): what cannot be read in place; (Lq, D or Dv): what is cleaned
   Element *keys, *values;  // (kAcrossRows, D or Dv): copies, where they lie across memory
@@ -48,6 +49,11 @@ struct FewRowsScratch {
   int64_t query_stride, value_stride;
 };
 
+// So few keys that all products with them are kept, from when delta is made of them until they become dS.
+ATTN_EXT_INLINE bool keeps_products(const AttentionShape& shape) {
+  return shape.key_len <= kFewKeys;
+}
+
 template <typename S>
 FewRowsScratch<S> take_few_rows_scratch(Arena& arena, const BackwardParams& params) {
   using T = typename S::Accum;
@@ -55,6 +61,7 @@ FewRowsScratch<S> take_few_rows_scratch(Arena& arena, const BackwardParams& para
   using Operand = typename S::Operand;
   const AttentionShape& shape = params.shape;
   const int64_t rows = group_size(shape) * shape.query_len;
+  const int64_t products = rows * (keeps_products(shape) ? round_up(shape.key_len, kStepKeys) : kStepKeys);
   const int64_t dim = padded_dim<S>(shape.head_dim), value_dim = padded_dim<S>(shape.value_dim);
   FewRowsScratch<S> s{};
   s.query_stride = row_stride_of<S>(shape.head_dim);
@@ -66,9 +73,10 @@ FewRowsScratch<S> take_few_rows_scratch(Arena& arena, const BackwardParams& para
   s.grad_rows = take<T>(arena, rows * value_dim);
   s.grad_query = take<T>(arena, rows * dim);
   s.grad_sums = take<T>(arena, rows * S::kLane);
-  s.weights = take<T>(arena, rows * kStepKeys);
-  s.grads = take<T>(arena, rows * kStepKeys);
-  if (params.rule.softcap > 0) s.cap_slope = take<T>(arena, rows * kStepKeys);
+  s.weight_sums = take<T>(arena, rows * S::kLane);
+  s.weights = take<T>(arena, products);
+  s.grads = take<T>(arena, products);
+  if (params.rule.softcap > 0) s.cap_slope = take<T>(arena, products);
   if (params.dropout.enabled) s.keep = take<T>(arena, rows * kDropoutColumns);
   s.gathered =
       take<Element>(arena, larger(kStepKeys, shape.query_len) * larger(shape.head_dim, shape.value_dim));
@@ -96,7 +104,8 @@ class FewRowsBlock {
         group_(group_size(params.shape)),
         rows_(group_ * params.shape.query_len),
         exact_delta_(plan.exact_delta),
-        streamed_(plan.streamed) {}
+        streamed_(plan.streamed),
+        keeps_(keeps_products(params.shape)) {}
   FewRowsBlock(const FewRowsBlock&) = delete;
   FewRowsBlock& operator=(const FewRowsBlock&) = delete;
 
@@ -106,6 +115,8 @@ class FewRowsBlock {
   void pack_rows_of_unit();
   // Lets the rows meet some keys, from a multiple of kDropoutColumns on.
   void visit(Pass pass, Range keys);
+  // By a visit of all keys.
+  void make_delta();
 
  private:
   int64_t head_of(int64_t row) const { return unit_.key_head * group_ + row / params_.shape.query_len; }
@@ -138,6 +149,9 @@ class FewRowsBlock {
   }
   void multiply_rows(const Operand* left, int64_t left_stride, const Matrix<Element>& right, T* out) const;
   void step(Pass pass, Range keys, int64_t end);
+  // S and dP of a step, in place.
+  bool make_products(Pass pass, Range keys) const;
+  void add_to_delta(int64_t row, const RowSpan<S>& span) const;
   // The factors of kDropoutColumns keys.
   void draw_dropout(int64_t first_key) const {
     const PhiloxBatch state = philox_batch(params_.dropout, unit_.batch);
@@ -148,8 +162,8 @@ class FewRowsBlock {
   }
   void finish_step_scores(Range keys) const {
     for (int64_t r = 0; r < rows_; ++r) {
-      finish_row_scores<S>(params_, units_, row_place(r), keys, {s_.weights + r * kStepKeys, kStepKeys},
-                           units_.capped ? s_.cap_slope + r * kStepKeys : nullptr);
+      finish_row_scores<S>(params_, units_, row_place(r), keys, {weights_ + r * kStepKeys, kStepKeys},
+                           units_.capped ? cap_slope_ + r * kStepKeys : nullptr);
     }
   }
   void add_to_terms(Pass pass) const;
@@ -181,15 +195,19 @@ class FewRowsBlock {
   const FewRowsScratch<S>& s_;
   const ScoreUnits<T> units_;
   const int64_t group_, rows_;
-  const bool exact_delta_, streamed_;
+  const bool exact_delta_, streamed_, keeps_;
   Unit unit_{0, 0};
-  Range copied_{0, 0};                            // of the unit's keys
+  T *weights_ = nullptr, *grads_ = nullptr, *cap_slope_ = nullptr;  // of the step
+  bool are_kept_ = false;                                           // by the visit before
+  bool finite_[kFewKeys / kStepKeys] = {};                          // of each step that is kept
+  Range copied_{0, 0};                                              // of the unit's keys
   bool bad_queries_ = false, bad_grads_ = false;  // NaN or Inf in a query row, in a row of dO
 };
 
 template <typename S>
 void FewRowsBlock<S>::set_unit(Unit unit) {
   unit_ = unit;
+  are_kept_ = false;
   const int64_t count = params_.shape.query_len;
   int64_t dead = 0, far = 0, bad = 0;
   for (int64_t g = 0; g < group_; ++g) {
@@ -260,7 +278,7 @@ void FewRowsBlock<S>::multiply_rows(const Operand* left, int64_t left_stride, co
 template <typename S>
 void FewRowsBlock<S>::add_to_terms(Pass pass) const {
   for (int64_t r = 0; r < rows_; ++r) {
-    const T* scores = s_.weights + r * kStepKeys;
+    const T* scores = weights_ + r * kStepKeys;
     T &top = s_.terms.row_max[r], &sum = s_.terms.row_sum[r];
     for (int64_t j = 0; j < kStepKeys; j += S::kLane) {
       if (pass == Pass::kRowMax) {
@@ -272,21 +290,51 @@ void FewRowsBlock<S>::add_to_terms(Pass pass) const {
   }
 }
 
+// P dP and P of a span, neither of which is written.
+template <typename S>
+void FewRowsBlock<S>::add_to_delta(int64_t row, const RowSpan<S>& span) const {
+  T* sums = s_.grad_sums + row * S::kLane;
+  T* weight_sums = s_.weight_sums + row * S::kLane;
+  Vec<T> sum = load(sums), weight_sum = load(weight_sums);
+  for (int64_t j = 0; j < kStepKeys; j += S::kLane) {
+    const Vec<T> p = span.weight(j);
+    weight_sum += p;
+    sum = multiply_add(p, span.hidden(j) ? Vec<T>{} : span.grad(j) * span.factor(j), sum);
+  }
+  store(sums, sum);
+  store(weight_sums, weight_sum);
+}
+
+// The sum of all weights is 1 but for the rounding of lse, which delta, a mean, must not take in.
+template <typename S>
+void FewRowsBlock<S>::make_delta() {
+  fill_span(s_.weight_sums, 0, rows_ * S::kLane, static_cast<T>(0));
+  visit(Pass::kDelta, {0, params_.shape.key_len});
+  are_kept_ = keeps_;
+  for (int64_t r = 0; r < rows_; ++r) {
+    const RowPlace at = row_place(r);
+    const T lse = lse_rows<S>(params_, at.batch, at.head)[at.row];
+    const T total = lane_sum<T>(load(s_.weight_sums + r * S::kLane)) +
+                    sink_share(sink_of<Element>(params_.rule, at.batch, at.head), lse);
+    const T sum = lane_sum<T>(load(s_.grad_sums + r * S::kLane));
+    s_.terms.delta[r] += total > 0 ? sum / total : sum;
+  }
+  fill_span(s_.grad_sums, 0, rows_ * S::kLane, static_cast<T>(0));
+}
+
 // P and dS of a row (ScoreSpan), or what sums up to delta.
 template <typename S>
 void FewRowsBlock<S>::finish_row(Pass pass, int64_t row, Range keys) const {
   T mass_grads[kStepKeys], weight_grads[kStepKeys] = {};
   RowSpan<S> span = row_span<S>(params_, row_place(row), keys, kStepKeys, mass_grads, weight_grads);
-  span.scores = s_.weights + row * kStepKeys;
-  span.grads = s_.grads + row * kStepKeys;
+  span.scores = weights_ + row * kStepKeys;
+  span.grads = grads_ + row * kStepKeys;
   span.softmax_scale = units_.softmax_scale;
   span.lse = {s_.terms.lse[row]};
   span.row_scale = {s_.terms.row_scale[row]};
   if (params_.dropout.enabled) span.keep = s_.keep + row * kDropoutColumns + keys.begin % kDropoutColumns;
+  if (pass == Pass::kDelta) return add_to_delta(row, span);
   T* sums = s_.grad_sums + row * S::kLane;
-  if (pass == Pass::kDelta) {
-    return store(sums, make_score_grads<true>(span, 0, kStepKeys, Uniform<T>{}, load(sums)));
-  }
   store(sums, make_score_grads<false>(span, 0, kStepKeys, Uniform<T>{s_.terms.delta[row]}, load(sums)));
   if (params_.grad_mask.data != nullptr && params_.grad_mask.column_stride != 0) {
     const MaskGrad<S> mask_grad(params_.grad_mask, params_.grad_mask.data);
@@ -294,7 +342,7 @@ void FewRowsBlock<S>::finish_row(Pass pass, int64_t row, Range keys) const {
     mask_grad.put_row(mask_grad.place(at.batch, at.head, at.row, keys.begin), span.grads,
                       keys.end - keys.begin);
   }
-  if (units_.capped) multiply_by_slope(span.grads, s_.cap_slope + row * kStepKeys, 0, kStepKeys);
+  if (units_.capped) multiply_by_slope(span.grads, cap_slope_ + row * kStepKeys, 0, kStepKeys);
 }
 
 // What the NaN and Inf of the rows give to the keys that they see.
@@ -316,6 +364,12 @@ void FewRowsBlock<S>::add_bad_rows(const KeySide& side, Range keys) const {
 template <typename S>
 void FewRowsBlock<S>::store_key_side(const KeySide& side, const ResultView& grad, Range keys) const {
   const int64_t dim = side.dim, padded = padded_dim<S>(dim), width = panel_width_of<S>(dim);
+  if (!side.has_bad_rows && writes_from_registers<S>(grad, rows_, dim)) {
+    Element* to = row_pointer<Element>(grad, unit_.batch, unit_.key_head, keys.begin);
+    return write_outer<S>(
+        {side.left, side.right, padded, to, grad.row_stride, keys.end - keys.begin, dim, side.scale}, rows_,
+        streamed_ && streams_from_registers<S>(grad, to, dim));
+  }
   MultiplyArgs<PlainProduct<T>> args{};
   args.rows = keys.end - keys.begin;
   args.columns = dim;
@@ -343,11 +397,15 @@ void FewRowsBlock<S>::store_key_side(const KeySide& side, const ResultView& grad
 template <typename S>
 void FewRowsBlock<S>::add_grad_query(const Matrix<Element>& key, int64_t first_key, bool finite) const {
   const int64_t padded = padded_dim<S>(key.columns);
+  if (finite && key.column_stride == 1 && fits_registers<S>(rows_, key.columns)) {
+    return add_keys<S>({grads_, key.data, key.row_stride, key.rows, key.columns, s_.grad_query, padded},
+                       rows_);
+  }
   MultiplyArgs<PlainProduct<T>> args{};
   args.rows = rows_;
   args.columns = key.columns;
   args.depth = key.rows;
-  args.left = s_.grads;
+  args.left = grads_;
   args.left_stride = kStepKeys;
   args.right_width = panel_width_of<S>(key.columns);
   args.out = s_.grad_query;
@@ -365,7 +423,7 @@ void FewRowsBlock<S>::add_grad_query(const Matrix<Element>& key, int64_t first_k
   const T* keys = args.right.data;
   for (int64_t r = 0; r < rows_; ++r) {
     for (int64_t j = 0; j < key.rows; ++j) {
-      args.left = s_.grads + r * kStepKeys + j;
+      args.left = grads_ + r * kStepKeys + j;
       args.right.data = keys + j * args.right.row_stride;
       args.out = s_.grad_query + r * padded;
       if (is_seen(r, first_key + j)) multiply<PlainProduct<T>, true>(args);
@@ -379,14 +437,31 @@ void FewRowsBlock<S>::store_key_sides(Range keys) const {
   if (params_.grad_output.data == nullptr) {
     clear_key_side(params_.grad_value, keys, shape.value_dim);
   } else if (params_.grad_value.data != nullptr) {
-    store_key_side({s_.weights, s_.grad_rows, params_.grad_output, bad_grads_, shape.value_dim, 1},
+    store_key_side({weights_, s_.grad_rows, params_.grad_output, bad_grads_, shape.value_dim, 1},
                    params_.grad_value, keys);
   }
   if (params_.grad_key.data != nullptr) {
-    store_key_side({s_.grads, s_.query_rows, params_.query, bad_queries_, shape.head_dim,
+    store_key_side({grads_, s_.query_rows, params_.query, bad_queries_, shape.head_dim,
                     static_cast<T>(params_.rule.scale)},
                    params_.grad_key, keys);
   }
+}
+
+// S as it is after mask and window; whether it is finite before.
+template <typename S>
+bool FewRowsBlock<S>::make_products(Pass pass, Range keys) const {
+  const AttentionShape& shape = params_.shape;
+  multiply_rows(s_.query, s_.query_stride, key_side(params_.key, keys, shape.head_dim, s_.keys), weights_);
+  // A key that is not finite gives no finite product with any row.
+  const bool finite = are_finite(weights_, rows_ * kStepKeys);
+  if (!finite) keep_seen(params_.rule, weights_, rows_ * kStepKeys);
+  finish_step_scores(keys);
+  const bool wants_grads = pass == Pass::kDelta || pass == Pass::kGradients;
+  if (wants_grads && params_.grad_output.data != nullptr) {
+    multiply_rows(s_.grad_output, s_.value_stride, key_side(params_.value, keys, shape.value_dim, s_.values),
+                  grads_);
+  }
+  return finite;
 }
 
 // `end`: of the keys that are visited.
@@ -398,21 +473,18 @@ void FewRowsBlock<S>::step(Pass pass, Range keys, int64_t end) {
     copy_side(params_.key, shape.head_dim, s_.keys);
     if (params_.grad_output.data != nullptr) copy_side(params_.value, shape.value_dim, s_.values);
   }
-  const Matrix<Element> key = key_side(params_.key, keys, shape.head_dim, s_.keys);
-  multiply_rows(s_.query, s_.query_stride, key, s_.weights);
-  // A key that is not finite gives no finite product with any row.
-  const bool finite = are_finite(s_.weights, rows_ * kStepKeys);
-  if (!finite) keep_seen(params_.rule, s_.weights, rows_ * kStepKeys);
-  finish_step_scores(keys);
+  const int64_t index = keeps_ ? keys.begin / kStepKeys : 0, place = index * rows_ * kStepKeys;
+  weights_ = s_.weights + place;
+  grads_ = s_.grads + place;
+  cap_slope_ = units_.capped ? s_.cap_slope + place : nullptr;
+  if (!are_kept_) finite_[index] = make_products(pass, keys);
   if (pass == Pass::kRowMax || pass == Pass::kRowSum) return add_to_terms(pass);
-  if (params_.grad_output.data != nullptr) {
-    multiply_rows(s_.grad_output, s_.value_stride, key_side(params_.value, keys, shape.value_dim, s_.values),
-                  s_.grads);
-  }
   for (int64_t r = 0; r < rows_; ++r) finish_row(pass, r, keys);
   if (pass == Pass::kDelta) return;
   store_key_sides(keys);
-  if (params_.grad_query.data != nullptr) add_grad_query(key, keys.begin, finite);
+  if (params_.grad_query.data != nullptr) {
+    add_grad_query(key_side(params_.key, keys, shape.head_dim, s_.keys), keys.begin, finite_[index]);
+  }
 }
 
 template <typename S>

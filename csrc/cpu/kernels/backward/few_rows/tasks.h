@@ -70,10 +70,11 @@ class FewRows {
     }
   }
   void make_terms(Unit unit);
+  void complete_terms(Unit unit);
   void run_pieces(int64_t task);
   void merge(Unit unit) {
     if (params_.grad_sinks != nullptr) {
-      set_unit(unit);
+      if (plan_.few_rows.pieces != 1) set_unit(unit);
       for (int64_t r = 0; r < rows_; r += shape_.query_len) {
         store_sink<S>(params_, unit.batch, head_of(unit, r),
                       [&](int64_t i) { return s_.terms.delta[r + i]; });
@@ -110,14 +111,16 @@ void FewRows<S>::plan(const BackwardParams& params, int, BackwardPlan& plan) {
   const bool has_mask_grad = view.data != nullptr, mask_has_keys = view.column_stride != 0;
   const int64_t units = unit_count(shape);
   FewRowsPlan& few_rows = plan.few_rows;
-  plan.exact_delta = needs_exact_delta(params);
+  // The rounding of the output, which nothing averages out among few keys, would show in delta.
+  plan.exact_delta =
+      needs_exact_delta(params) || (keeps_products(shape) && shape.key_len > 0 && params.delta == nullptr);
   plan.rounds = 4;
   few_rows.pieces = ceil_div(shape.key_len, kBackwardPieceKeys);
   few_rows.heads_together = key_heads_interleave(params);
   plan_families(shape, has_mask_grad && mask_has_keys ? &view : nullptr, plan.chains);
-  few_rows.term_tasks = plan.exact_delta || any_far<T>(params) ? units : 0;
+  few_rows.term_tasks = few_rows.pieces > 1 && (plan.exact_delta || any_far<T>(params)) ? units : 0;
   few_rows.piece_tasks = plan.chains.count * few_rows.pieces;
-  few_rows.merge_tasks = units;
+  few_rows.merge_tasks = few_rows.pieces == 1 ? 0 : units;  // one alone is all there is to merge
   few_rows.mask_tasks = units > 0 && has_mask_grad && !mask_has_keys ? 1 : 0;
   plan.shared_bytes = units * unit_size(params, plan) * static_cast<int64_t>(sizeof(T));
   plan.streamed = streams_key_gradients<S>(shape);
@@ -128,9 +131,7 @@ void FewRows<S>::plan(const BackwardParams& params, int, BackwardPlan& plan) {
 
 // The maxima and sums of far rows, and delta where the output does not tell it.
 template <typename S>
-void FewRows<S>::make_terms(Unit unit) {
-  block_.set_unit(unit);
-  block_.pack_rows_of_unit();
+void FewRows<S>::complete_terms(Unit unit) {
   if (*s_.terms.has_far_rows != 0) {
     block_.visit(Pass::kRowMax, {0, shape_.key_len});
     block_.visit(Pass::kRowSum, {0, shape_.key_len});
@@ -138,10 +139,14 @@ void FewRows<S>::make_terms(Unit unit) {
       finish_far_rows(params_, s_.terms.from(r), unit.batch, head_of(unit, r), {0, shape_.query_len});
     }
   }
-  if (plan_.exact_delta) {
-    block_.visit(Pass::kDelta, {0, shape_.key_len});
-    for (int64_t r = 0; r < rows_; ++r) s_.terms.delta[r] += lane_sum<T>(load(s_.grad_sums + r * S::kLane));
-  }
+  if (plan_.exact_delta) block_.make_delta();
+}
+
+template <typename S>
+void FewRows<S>::make_terms(Unit unit) {
+  block_.set_unit(unit);
+  block_.pack_rows_of_unit();
+  complete_terms(unit);
   T* to = terms_of(unit);
   for (const T* from : {s_.terms.lse, s_.terms.delta, s_.terms.row_scale}) {
     memcpy(to, from, static_cast<size_t>(rows_) * sizeof(T));
@@ -159,11 +164,13 @@ void FewRows<S>::run_pieces(int64_t task) {
     const Unit unit = chain_unit(shape_, plan_.chains, chain, i);
     set_unit(unit);
     block_.pack_rows_of_unit();
+    if (plan_.few_rows.pieces == 1) complete_terms(unit);
     block_.visit(Pass::kGradients,
                  {piece * kBackwardPieceKeys, smaller((piece + 1) * kBackwardPieceKeys, shape_.key_len)});
     memcpy(partial(unit, piece), s_.grad_query, static_cast<size_t>(rows_ * dim_) * sizeof(T));
     T* sums = partial_sums(unit, piece);
     for (int64_t r = 0; r < rows_; ++r) sums[r] = lane_sum<T>(load(s_.grad_sums + r * S::kLane));
+    if (plan_.few_rows.merge_tasks == 0) merge(unit);
   }
   if (plan_.streamed) finish_streams();
 }
@@ -172,7 +179,7 @@ void FewRows<S>::run_pieces(int64_t task) {
 template <typename S>
 void FewRows<S>::merge_grad_query(Unit unit) const {
   T* centre = s_.out;
-  const bool centred = keys_centre<S>(params_) && shape_.key_len > 0;
+  const bool centred = keys_centre<S>(params_) && !plan_.exact_delta && shape_.key_len > 0;
   if (centred) set_centre<S>(params_, unit.batch, unit.key_head, centre);
   for (int64_t r = 0; r < rows_; ++r) {
     T* sums = s_.grad_query + r * dim_;
