@@ -156,6 +156,15 @@ def walks() -> dict[str, list[Call]]:
             [*range(1, 10), 12, *around(16, 32), 64, 128],
             lambda n: Call(f"{n} heads, one row", heads=n, query_length=1, key_length=16384),
         ),
+        **{
+            f"pooled_{rows}_rows": named(
+                [8, 12, *around(16), 24, *around(32), 48, *around(64), 96, 100, *around(128), 160, 192],
+                lambda n, rows=rows: Call(
+                    f"Lk {n}, {rows} rows of many heads", heads=1024, query_length=rows, key_length=n
+                ),
+            )
+            for rows in (1, 4, 8)
+        },
         "tiny_heads": named(
             [1, 2, 8, 64, 512, 4096, 20000],
             lambda n: Call(f"{n} heads of 16", heads=n, query_length=16, key_length=16, head_dim=16),

@@ -122,6 +122,7 @@ OUTSIDE = {
     Cell("window-8192", Shape(1, 4, 4, 8192, 8192, 64, 64), "window"): "a long sequence under a window",
     Cell("rows-9", Shape(1, 8, 8, 9, 4096, 64, 64)): "nine rows against many keys",
     Cell("rows-24", Shape(1, 8, 8, 24, 4096, 64, 64)): "two dozen",
+    Cell("pooled", Shape(256, 8, 8, 1, 50, 64, 64)): "one query pools a sample's tokens",
     Cell("multi-query", Shape(4, 32, 1, 4, 4096, 128, 128)): "one key head for all, a few rows",
     Cell("latent", Shape(1, 128, 1, 1, 4096, 576, 512)): "latent attention, decoding",
 }

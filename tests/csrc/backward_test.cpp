@@ -833,40 +833,16 @@ void add_gradients(const Add& add) {
   }
 }
 
-// Few query rows against many keys have a way of their own.
-void add_few_rows(const Add& add) {
-  const auto few = [&](const char* name, const std::function<void(Case&)>& change) {
-    add((std::string("few rows ") + name).c_str(), [&](Case& c) {
-      sized(c, 3, 601, 24, 40);
-      c.batch = 2;
-      c.query_heads = 4;
-      change(c);
-    });
-  };
+using AddFew = std::function<void(const char* name, const std::function<void(Case&)>& change)>;
+
+// What few query rows can have about them, whatever they meet.
+void add_kinds_of_few_rows(const AddFew& few) {
   few("plain", [](Case&) {});
-  few("whole vectors", [](Case& c) { sized(c, 1, 1040, 64, 128); });
-  few("past the caches", [](Case& c) {
-    sized(c, 1, 4110, 128, 128);
-    c.query_heads = 2;
-  });
-  few("past the caches, parts of lines", [](Case& c) {
-    sized(c, 1, 9001, 37, 83);
-    c.query_heads = 2;
-  });
-  few("past the caches, heads beside each other", [](Case& c) {
-    sized(c, 1, 9001, 37, 83);
-    c.query_heads = 2;
-    c.placement.order = "brhc";
-  });
-  few("many heads of a group", [](Case& c) {
-    sized(c, 8, 259, 32, 32);
-    c.query_heads = 10, c.key_heads = 1;
-  });
   few("other layout", [](Case& c) { c.placement.order = "brhc"; });
   few("columns apart", [](Case& c) { c.placement.order = "bhcr"; });
   few("window", [](Case& c) {
-    c.rule.window_left = 300, c.rule.window_right = 2;
-    c.rule.query_offset = 450;
+    c.rule.window_left = c.key_len / 2, c.rule.window_right = 2;
+    c.rule.query_offset = c.key_len * 3 / 4;
   });
   few("dead rows", [](Case& c) {
     c.rule.window_right = 0;
@@ -885,7 +861,7 @@ void add_few_rows(const Add& add) {
   few("everything", [](Case& c) {
     c.dropout = 0.2;
     c.rule.softcap = 3;
-    c.rule.window_left = 500, c.rule.query_offset = 550;
+    c.rule.window_left = c.key_len * 5 / 6, c.rule.query_offset = c.key_len * 9 / 10;
     c.sinks = c.mask_grad = c.grad_lse = c.grad_weights = c.grad_key_mass = true;
     c.mask = "hrc";
     c.mask_kind = ScalarKind::kFloat32;
@@ -924,7 +900,7 @@ void add_few_rows(const Add& add) {
     for (const ScalarKind kind : {ScalarKind::kBool, ScalarKind::kFloat32}) {
       few((std::string("masked NaN and Inf ") + dims).c_str(), [=](Case& c) {
         c.batch = 1;
-        c.masked_keys = 37;
+        c.masked_keys = c.key_len / 16;
         c.mask = dims;
         c.mask_kind = kind;
         c.rule.softcap = kind == ScalarKind::kBool ? 0 : 2;
@@ -935,12 +911,86 @@ void add_few_rows(const Add& add) {
     c.batch = 1;
     c.masked_keys = 3;
     c.rule.window_right = 0;
-    c.rule.query_offset = 595;
+    c.rule.query_offset = c.key_len - 6;
   });
   few("visible NaN", [](Case& c) {
     c.visible_nan = true;
     c.rule.window_right = 0;
-    c.rule.query_offset = 299;
+    c.rule.query_offset = c.key_len / 2;
+  });
+}
+
+// Few query rows have a way of their own.
+void add_few_rows(const Add& add) {
+  const AddFew few = [&](const char* name, const std::function<void(Case&)>& change) {
+    add((std::string("few rows ") + name).c_str(), [&](Case& c) {
+      sized(c, 3, 601, 24, 40);
+      c.batch = 2;
+      c.query_heads = 4;
+      change(c);
+    });
+  };
+  add_kinds_of_few_rows(few);
+  few("whole vectors", [](Case& c) { sized(c, 1, 1040, 64, 128); });
+  few("past the caches", [](Case& c) {
+    sized(c, 1, 4110, 128, 128);
+    c.query_heads = 2;
+  });
+  few("past the caches, parts of lines", [](Case& c) {
+    sized(c, 1, 9001, 37, 83);
+    c.query_heads = 2;
+  });
+  few("past the caches, heads beside each other", [](Case& c) {
+    sized(c, 1, 9001, 37, 83);
+    c.query_heads = 2;
+    c.placement.order = "brhc";
+  });
+  few("many heads of a group", [](Case& c) {
+    sized(c, 8, 259, 32, 32);
+    c.query_heads = 10, c.key_heads = 1;
+  });
+}
+
+// Up to four rows go it among few keys, too, and keep all products there.
+void add_few_rows_of_few_keys(const Add& add) {
+  const AddFew few = [&](const char* name, const std::function<void(Case&)>& change) {
+    add((std::string("few rows of few keys ") + name).c_str(), [&](Case& c) {
+      sized(c, 3, 77, 72, 48);
+      c.batch = 2;
+      c.query_heads = c.key_heads = 3;
+      change(c);
+    });
+  };
+  add_kinds_of_few_rows(few);
+  for (const int64_t keys : {16, 17, 31, 32, 127, 128, 129, 256}) {
+    for (const int64_t rows : {1, 2, 4, 5}) {
+      few("plain", [=](Case& c) { sized(c, rows, keys, 80, 80); });
+    }
+  }
+  few("of a group", [](Case& c) {
+    sized(c, 2, 50, 64, 96);
+    c.query_heads = 6;
+  });
+  few("delta given", [](Case& c) { c.given = c.grad_lse = true; });
+  few("past the caches", [](Case& c) {
+    sized(c, 1, 100, 64, 64);
+    c.batch = 60, c.query_heads = c.key_heads = 3;
+  });
+  few("past the caches, several heads a task", [](Case& c) {
+    sized(c, 2, 16, 64, 64);
+    c.batch = 400, c.query_heads = c.key_heads = 3;
+  });
+}
+
+// Heads of few keys, thousands of them, whose gradients go past the caches.
+void add_streamed_few_keys(const Add& add) {
+  add("small heads past the caches", [](Case& c) {
+    sized(c, 5, 12, 64, 32);
+    c.batch = 300, c.query_heads = c.key_heads = 8;
+  });
+  add("few keys past the caches", [](Case& c) {
+    sized(c, 9, 60, 32, 64);
+    c.batch = 80, c.query_heads = c.key_heads = 5;
   });
 }
 
@@ -1142,6 +1192,8 @@ std::vector<Case> cases() {
   add_masks(add);
   add_gradients(add);
   add_few_rows(add);
+  add_few_rows_of_few_keys(add);
+  add_streamed_few_keys(add);
   add_joined_heads(add);
   add_many_blocks(add);
   add_small_heads(add);

@@ -6,9 +6,11 @@
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
-constexpr int64_t kFewTasks = 16;                // enough for most
-constexpr int64_t kMaskTasks = 32;               // where each has a copy of a small mask gradient
-constexpr int64_t kManyTasks = 128;              // enough for the threads of any machine
+constexpr int64_t kFewTasks = 16;       // enough for most
+constexpr int64_t kMaskTasks = 32;      // where each has a copy of a small mask gradient
+constexpr int64_t kManyTasks = 128;     // enough for the threads of any machine
+constexpr int64_t kTaskWork = 1 << 18;  // multiply-adds of a product beside which a task costs nothing
+constexpr int64_t kThreadTasks = 16;    // a thread's at least, where there are several
 constexpr int64_t kMaskCopyElements = 1 << 22;   // of all copies of the mask gradient, to get few tasks
 constexpr int64_t kSmallMaskElements = 1 << 18;  // the same, to get many
 
@@ -50,6 +52,15 @@ ATTN_EXT_INLINE void plan_mask_copies(const BackwardParams& params, int64_t segm
   const int64_t many = smaller(ceil_div(kMaskTasks, families), kSmallMaskElements / size);
   plan.mask_copies = larger(1, smaller(larger(few, many), plan.family_units));
   plan.count = families * plan.mask_copies;
+}
+
+// Short chains that a task takes, whole.
+ATTN_EXT_INLINE int64_t chains_of_task(const AttentionShape& shape, const ChainsPlan& chains, int threads) {
+  const int64_t units = larger(1, chains.family_units / chains.mask_copies);
+  const int64_t work =
+      units * group_size(shape) * shape.query_len * shape.key_len * (shape.head_dim + shape.value_dim);
+  const int64_t most = threads > 1 ? chains.count / (kThreadTasks * threads) : chains.count;
+  return larger(1, smaller(kTaskWork / larger(1, work), most));
 }
 
 // Whether the last thread ends a tenth earlier or more if a chain is `turns` tasks rather than one.

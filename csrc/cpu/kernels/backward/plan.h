@@ -99,9 +99,10 @@ ATTN_EXT_INLINE bool can_join_heads(const BackwardParams& params) {
 }
 
 template <typename S>
-BackwardPath path_of_shape(const AttentionShape& shape, bool can_join = true) {
+BackwardPath path_of_shape(const AttentionShape& shape, bool can_join = true, bool grads_mask = false) {
   if (shape.key_len > 0 && shape.key_len <= kFewKeys) {
-    if (few_rows_of_few_keys<S>(shape)) return BackwardPath::kFewRows;
+    // The gradient of a mask that few chains add to has copies only on the way of few keys.
+    if (!grads_mask && few_rows_of_few_keys<S>(shape)) return BackwardPath::kFewRows;
     const bool small = shape.query_len <= kSmallRows && shape.key_len <= kSmallKeys &&
                        shape.head_dim <= kSmallDim && shape.value_dim <= kSmallDim;
     return small ? BackwardPath::kSmallHeads : BackwardPath::kFewKeys;
@@ -112,7 +113,7 @@ BackwardPath path_of_shape(const AttentionShape& shape, bool can_join = true) {
 
 template <typename S>
 BackwardPath backward_path(const BackwardParams& params) {
-  return path_of_shape<S>(params.shape, can_join_heads(params));
+  return path_of_shape<S>(params.shape, can_join_heads(params), params.grad_mask.data != nullptr);
 }
 
 // Whether the mask's gradient is dS as dQ reads it: rounded, in pairs of neighbouring keys.

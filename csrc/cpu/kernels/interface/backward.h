@@ -56,6 +56,7 @@ struct FewKeysPlan {
 
 struct FewRowsPlan {
   int64_t pieces;       // of the keys
+  int64_t task_chains;  // whole, where there is one piece
   bool heads_together;  // a piece of all chains, then the next: rows of heads lie between each other
   int64_t term_tasks, piece_tasks, merge_tasks, mask_tasks;
 };

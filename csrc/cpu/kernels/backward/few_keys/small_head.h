@@ -86,7 +86,8 @@ class SmallHead {
         s_(scratch),
         keys_(params.shape.key_len),
         rows_(params.shape.query_len),
-        factor_(score_units<T>(params.rule).softmax_scale) {}
+        factor_(score_units<T>(params.rule).softmax_scale),
+        streamed_(streams_key_gradients<S>(params.shape)) {}
   SmallHead(const SmallHead&) = delete;
   SmallHead& operator=(const SmallHead&) = delete;
 
@@ -116,6 +117,7 @@ class SmallHead {
   const SmallScratch<S>& s_;
   const int64_t keys_, rows_;
   const T factor_;
+  const bool streamed_;
 };
 
 template <typename S>
@@ -142,7 +144,7 @@ ATTN_EXT_INLINE void SmallHead<S>::write_product(SmallProduct<T, T> m, const Sma
   const auto write = [&](auto* first_row) __attribute__((always_inline)) {
     multiply_small<T>(SmallProduct<T, std::remove_reference_t<decltype(*first_row)>>{
         m.rows, m.columns, m.depth, m.left, m.left_stride, m.left_step, right.data, right.stride, first_row,
-        to.row_stride, m.scale});
+        to.row_stride, m.scale, streamed_ && streams_small<T>(first_row, to.row_stride, m.columns)});
   };
   if (to.wide) {
     write(row_pointer<T>(to, unit.batch, unit.key_head, 0));

@@ -4,6 +4,7 @@
 
 #include "../../matrix/pack.h"
 #include "../../matrix/product.h"
+#include "../store_rows.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
@@ -24,7 +25,16 @@ struct SmallProduct {
   Out* to = nullptr;
   int64_t to_stride = 0;
   T scale = 1;
+  bool streamed = false;  // past the caches, by whole lines
 };
+
+// Whether rows of so many columns can be written by whole lines.
+template <typename T, typename Out>
+ATTN_EXT_INLINE bool streams_small(const Out* to, int64_t to_stride, int64_t columns) {
+  constexpr int64_t kSize = sizeof(Out);
+  return kSmallTileVectors * kLanes<T> * kSize >= kLineBytes && columns * kSize % kLineBytes == 0 &&
+         to_stride * kSize % kLineBytes == 0 && reinterpret_cast<uintptr_t>(to) % kLineBytes == 0;
+}
 
 // A tile: rows `row` and on, vectors from `column` on, of which the last has `last` columns.
 template <typename T, typename Out, int Rows, int Vectors, bool Half>
@@ -43,6 +53,16 @@ void small_tile(const SmallProduct<T, Out>& m, int64_t row, int64_t column, int6
   multiply_tile<Product, Rows, Vectors, Half>(args, sums, halves);
   const Vec<T> scale = broadcast(m.scale);
   Out* to = m.to + row * m.to_stride + column;
+  if constexpr (!Half) {
+    if (m.streamed) {
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; ++r, to += m.to_stride) {
+#pragma GCC unroll 2
+        for (int v = 0; v < Vectors; ++v) stream(to + v * kLane, to_element(sums[r][v] * scale, to));
+      }
+      return;
+    }
+  }
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r, to += m.to_stride) {
 #pragma GCC unroll 2

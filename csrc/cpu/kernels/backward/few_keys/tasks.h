@@ -8,8 +8,6 @@
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
-constexpr int64_t kFewKeysTaskWork = 1 << 18;  // multiply-adds of a product beside which a task costs nothing
-constexpr int64_t kFewKeysThreadTasks = 16;    // a thread's at least, where there are several
 constexpr int64_t kFewKeysSharedBytes = 1 << 26;  // of all units' packs and sums, where threads take turns
 template <typename S>
 constexpr int64_t kFewKeysPart = round_up(16, S::kTileRows);  // keys of a part, about
@@ -98,13 +96,6 @@ struct FewKeys {
   static constexpr int64_t kSides = 2;
   static constexpr int64_t kPacked = 1;
 
-  static int64_t chains_of_task(const AttentionShape& shape, const ChainsPlan& chains, int threads) {
-    const int64_t units = larger(1, chains.family_units / chains.mask_copies);
-    const int64_t work =
-        units * group_size(shape) * shape.query_len * shape.key_len * (shape.head_dim + shape.value_dim);
-    const int64_t most = threads > 1 ? chains.count / (kFewKeysThreadTasks * threads) : chains.count;
-    return larger(1, smaller(kFewKeysTaskWork / larger(1, work), most));
-  }
   static int64_t turns_of_unit(const AttentionShape& shape, const FewKeysPlan& plan) {
     return group_size(shape) * plan.row_blocks;
   }

@@ -147,7 +147,15 @@ class FewRowsBlock {
     }
     return false;
   }
-  void multiply_rows(const Operand* left, int64_t left_stride, const Matrix<Element>& right, T* out) const;
+  // Keys, or values, of a step, and how many rows lie before them.
+  struct StepRows {
+    Matrix<Element> rows;
+    int64_t before;
+  };
+  StepRows step_rows(const TensorView& view, Range keys, int64_t dim, const Element* copy) const {
+    return {key_side(view, keys, dim, copy), keys.begin - (copy != nullptr ? copied_.begin : 0)};
+  }
+  void multiply_rows(const Operand* left, int64_t left_stride, const StepRows& right, T* out) const;
   void step(Pass pass, Range keys, int64_t end);
   // S and dP of a step, in place.
   bool make_products(Pass pass, Range keys) const;
@@ -250,18 +258,24 @@ void FewRowsBlock<S>::pack_rows_of_unit() {
 }
 
 // out (rows, kStepKeys) = left (rows, depth) . right (keys, dim)^T. What lies a step further on is asked for
-// meanwhile.
+// meanwhile. Fewer keys than a step's are met together with the ones before them.
 template <typename S>
-void FewRowsBlock<S>::multiply_rows(const Operand* left, int64_t left_stride, const Matrix<Element>& right,
+void FewRowsBlock<S>::multiply_rows(const Operand* left, int64_t left_stride, const StepRows& right,
                                     T* out) const {
-  Matrix<Element> rows = right;
+  Matrix<Element> rows = right.rows;
   RowsAhead ahead;
-  if (right.column_stride == 1 && right.rows == kStepKeys) {
-    const int64_t row_bytes = right.row_stride * static_cast<int64_t>(sizeof(Element));
-    ahead = {reinterpret_cast<const char*>(right.data) + kStepKeys * row_bytes, row_bytes};
+  int64_t met = 0;
+  const int64_t missing = kStepKeys - rows.rows;
+  if (rows.column_stride != 1 || missing > right.before) {
+    gather_block(rows, 0, kStepKeys, 0, rows.columns, s_.gathered);
+    rows = {s_.gathered, rows.columns, 1, kStepKeys, rows.columns};
+  } else if (missing > 0) {
+    met = missing;
+    rows.data -= met * rows.row_stride;
+    rows.rows = kStepKeys;
   } else {
-    gather_block(right, 0, kStepKeys, 0, right.columns, s_.gathered);
-    rows = {s_.gathered, right.columns, 1, kStepKeys, right.columns};
+    const int64_t row_bytes = rows.row_stride * static_cast<int64_t>(sizeof(Element));
+    ahead = {reinterpret_cast<const char*>(rows.data) + kStepKeys * row_bytes, row_bytes};
   }
   for (int64_t j = 0; j < kStepKeys; j += S::kLane) {
     RowsAhead rest = ahead;
@@ -272,6 +286,11 @@ void FewRowsBlock<S>::multiply_rows(const Operand* left, int64_t left_stride, co
     });
     rows.data += S::kLane * rows.row_stride;
     if (ahead.next != nullptr) ahead.next += S::kLane * ahead.row_bytes;
+  }
+  for (int64_t r = 0; met > 0 && r < rows_; ++r) {
+    T products[2 * kStepKeys] = {};
+    memcpy(products, out + r * kStepKeys, sizeof(products) / 2);
+    memcpy(out + r * kStepKeys, products + met, sizeof(products) / 2);
   }
 }
 
@@ -451,14 +470,14 @@ void FewRowsBlock<S>::store_key_sides(Range keys) const {
 template <typename S>
 bool FewRowsBlock<S>::make_products(Pass pass, Range keys) const {
   const AttentionShape& shape = params_.shape;
-  multiply_rows(s_.query, s_.query_stride, key_side(params_.key, keys, shape.head_dim, s_.keys), weights_);
+  multiply_rows(s_.query, s_.query_stride, step_rows(params_.key, keys, shape.head_dim, s_.keys), weights_);
   // A key that is not finite gives no finite product with any row.
   const bool finite = are_finite(weights_, rows_ * kStepKeys);
   if (!finite) keep_seen(params_.rule, weights_, rows_ * kStepKeys);
   finish_step_scores(keys);
   const bool wants_grads = pass == Pass::kDelta || pass == Pass::kGradients;
   if (wants_grads && params_.grad_output.data != nullptr) {
-    multiply_rows(s_.grad_output, s_.value_stride, key_side(params_.value, keys, shape.value_dim, s_.values),
+    multiply_rows(s_.grad_output, s_.value_stride, step_rows(params_.value, keys, shape.value_dim, s_.values),
                   grads_);
   }
   return finite;

@@ -1,4 +1,5 @@
-// A task takes a piece of the keys of a chain of units, unit after unit. Rounds:
+// A task takes a piece of the keys of a chain of units, unit after unit, or all keys of several chains, where
+// one piece is all. Rounds:
 // the rows' terms where they need all keys, the pieces, the merge of dQ, and the gradient of a mask that all
 // keys share.
 #pragma once
@@ -72,6 +73,7 @@ class FewRows {
   void make_terms(Unit unit);
   void complete_terms(Unit unit);
   void run_pieces(int64_t task);
+  void run_piece(int64_t chain, int64_t piece);
   void merge(Unit unit) {
     if (params_.grad_sinks != nullptr) {
       if (plan_.few_rows.pieces != 1) set_unit(unit);
@@ -105,7 +107,7 @@ class FewRows {
 };
 
 template <typename S>
-void FewRows<S>::plan(const BackwardParams& params, int, BackwardPlan& plan) {
+void FewRows<S>::plan(const BackwardParams& params, int threads, BackwardPlan& plan) {
   const AttentionShape& shape = params.shape;
   const TensorView& view = params.grad_mask;
   const bool has_mask_grad = view.data != nullptr, mask_has_keys = view.column_stride != 0;
@@ -119,7 +121,8 @@ void FewRows<S>::plan(const BackwardParams& params, int, BackwardPlan& plan) {
   few_rows.heads_together = key_heads_interleave(params);
   plan_families(shape, has_mask_grad && mask_has_keys ? &view : nullptr, plan.chains);
   few_rows.term_tasks = few_rows.pieces > 1 && (plan.exact_delta || any_far<T>(params)) ? units : 0;
-  few_rows.piece_tasks = plan.chains.count * few_rows.pieces;
+  few_rows.task_chains = few_rows.pieces == 1 ? chains_of_task(shape, plan.chains, threads) : 1;
+  few_rows.piece_tasks = ceil_div(plan.chains.count, few_rows.task_chains) * few_rows.pieces;
   few_rows.merge_tasks = few_rows.pieces == 1 ? 0 : units;  // one alone is all there is to merge
   few_rows.mask_tasks = units > 0 && has_mask_grad && !mask_has_keys ? 1 : 0;
   plan.shared_bytes = units * unit_size(params, plan) * static_cast<int64_t>(sizeof(T));
@@ -157,8 +160,16 @@ void FewRows<S>::make_terms(Unit unit) {
 template <typename S>
 void FewRows<S>::run_pieces(int64_t task) {
   const FewRowsPlan& few_rows = plan_.few_rows;
-  const int64_t chain = few_rows.heads_together ? task % plan_.chains.count : task / few_rows.pieces;
-  const int64_t piece = few_rows.heads_together ? task / plan_.chains.count : task % few_rows.pieces;
+  const int64_t tasks = few_rows.piece_tasks / few_rows.pieces;
+  const int64_t first = few_rows.heads_together ? task % tasks : task / few_rows.pieces;
+  const int64_t piece = few_rows.heads_together ? task / tasks : task % few_rows.pieces;
+  const int64_t end = smaller(plan_.chains.count, (first + 1) * few_rows.task_chains);
+  for (int64_t chain = first * few_rows.task_chains; chain < end; ++chain) run_piece(chain, piece);
+  if (plan_.streamed) finish_streams();
+}
+
+template <typename S>
+void FewRows<S>::run_piece(int64_t chain, int64_t piece) {
   const Range members = chain_members(plan_.chains, chain);
   for (int64_t i = members.begin; i < members.end; ++i) {
     const Unit unit = chain_unit(shape_, plan_.chains, chain, i);
@@ -172,7 +183,6 @@ void FewRows<S>::run_pieces(int64_t task) {
     for (int64_t r = 0; r < rows_; ++r) sums[r] = lane_sum<T>(load(s_.grad_sums + r * S::kLane));
     if (plan_.few_rows.merge_tasks == 0) merge(unit);
   }
-  if (plan_.streamed) finish_streams();
 }
 
 // dQ = scale * the sum over the pieces, in their order.
