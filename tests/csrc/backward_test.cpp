@@ -972,10 +972,25 @@ void add_few_rows_of_few_keys(const Add& add) {
     c.query_heads = 6;
   });
   few("delta given", [](Case& c) { c.given = c.grad_lse = true; });
+  few("everything but a mask's gradient", [](Case& c) {
+    c.dropout = 0.2;
+    c.rule.softcap = 3;
+    c.rule.window_left = 50, c.rule.query_offset = 70;
+    c.sinks = c.grad_lse = c.grad_weights = c.grad_key_mass = true;
+    c.mask = "hrc";
+    c.mask_kind = ScalarKind::kFloat32;
+  });
   few("past the caches", [](Case& c) {
     sized(c, 1, 100, 64, 64);
     c.batch = 60, c.query_heads = c.key_heads = 3;
   });
+  for (const char* order : {"brhc", "bhcr"}) {
+    few("past the caches, other layout", [=](Case& c) {
+      sized(c, 2, 70, 64, 128);
+      c.batch = 60, c.query_heads = c.key_heads = 3;
+      c.placement.order = order;
+    });
+  }
   few("past the caches, several heads a task", [](Case& c) {
     sized(c, 2, 16, 64, 64);
     c.batch = 400, c.query_heads = c.key_heads = 3;

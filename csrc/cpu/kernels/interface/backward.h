@@ -8,7 +8,7 @@ namespace attn_ext::cpu {
 
 enum class BackwardPath : int8_t {
   kTiles,        // blocks of keys against blocks of queries, packed
-  kFewRows,      // a handful of query rows, many keys: keys and values read once, unpacked, in pieces
+  kFewRows,      // a handful of query rows: keys and values read once, unpacked, in pieces
   kFewKeys,      // so few keys that whole rows of weights stay in the nearest cache
   kSmallHeads,   // few rows and few keys: as few keys, in floats whatever the elements are
   kJoinedHeads,  // tiles, the rows of a group's heads side by side as if they were one head's
@@ -56,7 +56,8 @@ struct FewKeysPlan {
 
 struct FewRowsPlan {
   int64_t pieces;       // of the keys
-  int64_t task_chains;  // whole, where there is one piece
+  bool whole;           // a task has all keys of its units: their terms and dQ are its own
+  int64_t task_chains;  // of such a task
   bool heads_together;  // a piece of all chains, then the next: rows of heads lie between each other
   int64_t term_tasks, piece_tasks, merge_tasks, mask_tasks;
 };

@@ -144,7 +144,8 @@ ATTN_EXT_INLINE void SmallHead<S>::write_product(SmallProduct<T, T> m, const Sma
   const auto write = [&](auto* first_row) __attribute__((always_inline)) {
     multiply_small<T>(SmallProduct<T, std::remove_reference_t<decltype(*first_row)>>{
         m.rows, m.columns, m.depth, m.left, m.left_stride, m.left_step, right.data, right.stride, first_row,
-        to.row_stride, m.scale, streamed_ && streams_small<T>(first_row, to.row_stride, m.columns)});
+        to.row_stride, m.scale,
+        streamed_ && !to.wide && streams_small<T>(first_row, to.row_stride, m.columns)});
   };
   if (to.wide) {
     write(row_pointer<T>(to, unit.batch, unit.key_head, 0));

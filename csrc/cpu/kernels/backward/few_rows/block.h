@@ -1,5 +1,5 @@
-// The backward pass of few query rows against many keys, bound by reading keys and values once and writing
-// their gradients once. All query rows of a key head's group meet its keys a few at a time:
+// The backward pass of few query rows, bound by reading keys and values once and writing their gradients
+// once. All query rows of a key head's group meet its keys a few at a time:
 //   S = Q K^T,  dP = dO V^T     dot products of rows as they lie in memory
 //   dV = P^T dO,  dK = dS^T Q   done with these keys, so rounded and written
 //   dQ += dS K                  kept for the merge of the pieces of the keys
@@ -324,7 +324,8 @@ void FewRowsBlock<S>::add_to_delta(int64_t row, const RowSpan<S>& span) const {
   store(weight_sums, weight_sum);
 }
 
-// The sum of all weights is 1 but for the rounding of lse, which delta, a mean, must not take in.
+// The sum of all weights is 1 but for the rounding of lse, which delta, a mean, must not take in. The weights
+// of a far row were made of its sum, and of no lse.
 template <typename S>
 void FewRowsBlock<S>::make_delta() {
   fill_span(s_.weight_sums, 0, rows_ * S::kLane, static_cast<T>(0));
@@ -336,7 +337,8 @@ void FewRowsBlock<S>::make_delta() {
     const T total = lane_sum<T>(load(s_.weight_sums + r * S::kLane)) +
                     sink_share(sink_of<Element>(params_.rule, at.batch, at.head), lse);
     const T sum = lane_sum<T>(load(s_.grad_sums + r * S::kLane));
-    s_.terms.delta[r] += total > 0 ? sum / total : sum;
+    const bool divides = total > 0 && !is_far(log2_lse<T>(lse));
+    s_.terms.delta[r] += divides ? sum / total : sum;
   }
   fill_span(s_.grad_sums, 0, rows_ * S::kLane, static_cast<T>(0));
 }

@@ -1,5 +1,5 @@
 // A task takes a piece of the keys of a chain of units, unit after unit, or all keys of several chains, where
-// one piece is all. Rounds:
+// one piece is all and no chain is long. Rounds:
 // the rows' terms where they need all keys, the pieces, the merge of dQ, and the gradient of a mask that all
 // keys share.
 #pragma once
@@ -76,7 +76,7 @@ class FewRows {
   void run_piece(int64_t chain, int64_t piece);
   void merge(Unit unit) {
     if (params_.grad_sinks != nullptr) {
-      if (plan_.few_rows.pieces != 1) set_unit(unit);
+      if (!plan_.few_rows.whole) set_unit(unit);
       for (int64_t r = 0; r < rows_; r += shape_.query_len) {
         store_sink<S>(params_, unit.batch, head_of(unit, r),
                       [&](int64_t i) { return s_.terms.delta[r + i]; });
@@ -114,16 +114,19 @@ void FewRows<S>::plan(const BackwardParams& params, int threads, BackwardPlan& p
   const int64_t units = unit_count(shape);
   FewRowsPlan& few_rows = plan.few_rows;
   // The rounding of the output, which nothing averages out among few keys, would show in delta.
-  plan.exact_delta =
-      needs_exact_delta(params) || (keeps_products(shape) && shape.key_len > 0 && params.delta == nullptr);
+  const bool wants_delta =
+      params.grad_query.data != nullptr || params.grad_key.data != nullptr || params.grad_sinks != nullptr;
+  plan.exact_delta = needs_exact_delta(params) ||
+                     (keeps_products(shape) && shape.key_len > 0 && params.delta == nullptr && wants_delta);
   plan.rounds = 4;
   few_rows.pieces = ceil_div(shape.key_len, kBackwardPieceKeys);
   few_rows.heads_together = key_heads_interleave(params);
   plan_families(shape, has_mask_grad && mask_has_keys ? &view : nullptr, plan.chains);
-  few_rows.term_tasks = few_rows.pieces > 1 && (plan.exact_delta || any_far<T>(params)) ? units : 0;
-  few_rows.task_chains = few_rows.pieces == 1 ? chains_of_task(shape, plan.chains, threads) : 1;
+  few_rows.whole = few_rows.pieces == 1 && !has_mask_grad;
+  few_rows.term_tasks = !few_rows.whole && (plan.exact_delta || any_far<T>(params)) ? units : 0;
+  few_rows.task_chains = few_rows.whole ? chains_of_task(shape, plan.chains, threads) : 1;
   few_rows.piece_tasks = ceil_div(plan.chains.count, few_rows.task_chains) * few_rows.pieces;
-  few_rows.merge_tasks = few_rows.pieces == 1 ? 0 : units;  // one alone is all there is to merge
+  few_rows.merge_tasks = few_rows.whole ? 0 : units;
   few_rows.mask_tasks = units > 0 && has_mask_grad && !mask_has_keys ? 1 : 0;
   plan.shared_bytes = units * unit_size(params, plan) * static_cast<int64_t>(sizeof(T));
   plan.streamed = streams_key_gradients<S>(shape);
@@ -175,13 +178,13 @@ void FewRows<S>::run_piece(int64_t chain, int64_t piece) {
     const Unit unit = chain_unit(shape_, plan_.chains, chain, i);
     set_unit(unit);
     block_.pack_rows_of_unit();
-    if (plan_.few_rows.pieces == 1) complete_terms(unit);
+    if (plan_.few_rows.whole) complete_terms(unit);
     block_.visit(Pass::kGradients,
                  {piece * kBackwardPieceKeys, smaller((piece + 1) * kBackwardPieceKeys, shape_.key_len)});
     memcpy(partial(unit, piece), s_.grad_query, static_cast<size_t>(rows_ * dim_) * sizeof(T));
     T* sums = partial_sums(unit, piece);
     for (int64_t r = 0; r < rows_; ++r) sums[r] = lane_sum<T>(load(s_.grad_sums + r * S::kLane));
-    if (plan_.few_rows.merge_tasks == 0) merge(unit);
+    if (plan_.few_rows.whole) merge(unit);
   }
 }
 
