@@ -240,6 +240,30 @@ def test_sink_takes_gradient_through_lse(device):
     torch.testing.assert_close(grad, (sinks[:, None] - lse).exp().sum((0, 2)))
 
 
+@pytest.mark.parametrize("far", [-1e9, 1e5, 400.0])
+@pytest.mark.parametrize("lengths", [(1, 40), (8, 40), (1, 300), (8, 300), (70, 300)], ids=str)
+def test_weights_beside_a_sink_as_far_as_all_scores(lengths, far, device):
+    """Of lse, rounded, neither says what the other's share is."""
+    query_length, key_length = lengths
+    query = torch.zeros(2, query_length, 64, dtype=torch.float64, device=device)
+    key, value = torch.randn(2, 2, key_length, 64, dtype=torch.float64, device=device)
+    bias = torch.full((1, key_length), far, dtype=torch.float64, device=device)
+    along = (
+        torch.randn_like(query),
+        torch.randn(2, query_length, key_length, dtype=query.dtype, device=device),
+    )
+    wanted, got = [], []
+    for op, dtype, grads in (
+        (reference.sdpa_with_weights, torch.float64, wanted),
+        (attn_ext.sdpa_with_weights, torch.float32, got),
+    ):
+        leaves = [x.to(dtype).requires_grad_() for x in (query, value)]
+        outputs = op(leaves[0], key.to(dtype), leaves[1], bias.to(dtype), sinks=bias[0, :2].to(dtype))
+        grads += torch.autograd.grad(outputs, leaves, [x.to(dtype) for x in along])
+    for grad, want in zip(got, wanted, strict=True):
+        torch.testing.assert_close(grad.double(), want, rtol=1e-4, atol=1e-5 * want.abs().max().item())
+
+
 def test_undefined_output_gradients_count_as_zero(device):
     arguments = Case("", mask="bias", sinks=True).build(torch.float64, device)
     output, lse = arguments(torch.ops.attn_ext.sdpa_with_lse)
