@@ -7,87 +7,19 @@
 
 #include "../../interface/backward.h"
 #include "../../matrix/across.h"
-#include "../../matrix/arena.h"
 #include "../../matrix/finite.h"
 #include "../../matrix/gather.h"
-#include "../../matrix/multiply.h"
 #include "../../matrix/row_dots.h"
 #include "../../scores/dropout_draw.h"
 #include "../chains.h"
 #include "../mask_grad.h"
 #include "../row_gradients.h"
 #include "../row_terms.h"
-#include "../store_rows.h"
-#include "in_registers.h"
+#include "memory.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
 static_assert(kDropoutColumns % kStepKeys == 0);
-
-// rows: all of a group, head by head.
-template <typename S>
-struct FewRowsScratch {
-  using T = typename S::Accum;
-  using Element = typename S::Element;
-  using Operand = typename S::Operand;
-  RowTerms<S> terms;
-  Operand* query;        // (rows, query_stride), as the dot products want them
-  Operand* grad_output;  // (rows, value_stride)
-  T* query_rows;         // (rows, padded D): 0 in place of NaN and Inf
-  T* grad_rows;          // (rows, padded Dv): the same
-  T* grad_query;         // (rows, padded D), to be scaled
-  T* grad_sums;          // (rows, lanes): sums of dS, or of P dP
-  T* weight_sums;        // (rows, lanes): sums of P
-  T *weights, *grads;    // (steps that are kept, rows, kStepKeys): S, then P after dropout; dP, then dS
-  T* cap_slope;          // the same: 1 - tanh^2
-  T* keep;               // (rows, kDropoutColumns): dropout factors
-  Element* gathered;     // (kStepKeys, D or Dv): what cannot be read in place; (Lq, D or Dv): what is cleaned
-  Element *keys, *values;  // (kAcrossRows, D or Dv): copies, where they lie across memory
-  T* key_rows;             // (kStepKeys, padded D): keys as float
-  T* out;                  // (kStepKeys, padded dim): dK or dV
-  Element* stage;          // (kStepKeys, D or Dv) and a line: the same on its way past the caches
-  int64_t query_stride, value_stride;
-};
-
-// So few keys that all products with them are kept, from when delta is made of them until they become dS.
-ATTN_EXT_INLINE bool keeps_products(const AttentionShape& shape) {
-  return shape.key_len <= kFewKeys;
-}
-
-template <typename S>
-FewRowsScratch<S> take_few_rows_scratch(Arena& arena, const BackwardParams& params) {
-  using T = typename S::Accum;
-  using Element = typename S::Element;
-  using Operand = typename S::Operand;
-  const AttentionShape& shape = params.shape;
-  const int64_t rows = group_size(shape) * shape.query_len;
-  const int64_t products = rows * (keeps_products(shape) ? round_up(shape.key_len, kStepKeys) : kStepKeys);
-  const int64_t dim = padded_dim<S>(shape.head_dim), value_dim = padded_dim<S>(shape.value_dim);
-  FewRowsScratch<S> s{};
-  s.query_stride = row_stride_of<S>(shape.head_dim);
-  s.value_stride = row_stride_of<S>(shape.value_dim);
-  s.terms = take_row_terms<S>(arena, rows);
-  s.query = take<Operand>(arena, rows * s.query_stride);
-  s.grad_output = take<Operand>(arena, rows * s.value_stride);
-  s.query_rows = take<T>(arena, rows * dim);
-  s.grad_rows = take<T>(arena, rows * value_dim);
-  s.grad_query = take<T>(arena, rows * dim);
-  s.grad_sums = take<T>(arena, rows * S::kLane);
-  s.weight_sums = take<T>(arena, rows * S::kLane);
-  s.weights = take<T>(arena, products);
-  s.grads = take<T>(arena, products);
-  if (params.rule.softcap > 0) s.cap_slope = take<T>(arena, products);
-  if (params.dropout.enabled) s.keep = take<T>(arena, rows * kDropoutColumns);
-  s.gathered =
-      take<Element>(arena, larger(kStepKeys, shape.query_len) * larger(shape.head_dim, shape.value_dim));
-  if (lies_across(params.key)) s.keys = take<Element>(arena, kAcrossRows<Element> * shape.head_dim);
-  if (lies_across(params.value)) s.values = take<Element>(arena, kAcrossRows<Element> * shape.value_dim);
-  s.key_rows = take<T>(arena, kStepKeys * dim);
-  s.out = take<T>(arena, kStepKeys * larger(dim, value_dim));
-  s.stage = take<Element>(arena, kStepKeys * larger(shape.head_dim, shape.value_dim) +
-                                     kLineBytes / static_cast<int64_t>(sizeof(Element)));
-  return s;
-}
 
 template <typename S>
 class FewRowsBlock {
@@ -364,108 +296,6 @@ void FewRowsBlock<S>::finish_row(Pass pass, int64_t row, Range keys) const {
                       keys.end - keys.begin);
   }
   if (units_.capped) multiply_by_slope(span.grads, cap_slope_ + row * kStepKeys, 0, kStepKeys);
-}
-
-// What the NaN and Inf of the rows give to the keys that they see.
-template <typename S>
-void FewRowsBlock<S>::add_bad_rows(const KeySide& side, Range keys) const {
-  const int64_t count = params_.shape.query_len;
-  for (int64_t first = 0; first < rows_; first += count) {
-    add_nonfinite(
-        rows_of_head(side.rows, first / count, side.dim), keys.end - keys.begin,
-        [&](int64_t j, int64_t i) { return is_seen(first + i, keys.begin + j); },
-        [&](int64_t j, int64_t i) { return side.left[(first + i) * kStepKeys + j]; },
-        [&](int64_t j, int64_t c, Vec<T> sum, int64_t present) {
-          add_row(s_.out + j * padded_dim<S>(side.dim) + c, 1, sum, present);
-        });
-  }
-}
-
-// Into the caller's tensor.
-template <typename S>
-void FewRowsBlock<S>::store_key_side(const KeySide& side, const ResultView& grad, Range keys) const {
-  const int64_t dim = side.dim, padded = padded_dim<S>(dim), width = panel_width_of<S>(dim);
-  if (!side.has_bad_rows && writes_from_registers<S>(grad, rows_, dim)) {
-    Element* to = row_pointer<Element>(grad, unit_.batch, unit_.key_head, keys.begin);
-    return write_outer<S>(
-        {side.left, side.right, padded, to, grad.row_stride, keys.end - keys.begin, dim, side.scale}, rows_,
-        streamed_ && streams_from_registers<S>(grad, to, dim));
-  }
-  MultiplyArgs<PlainProduct<T>> args{};
-  args.rows = keys.end - keys.begin;
-  args.columns = dim;
-  args.depth = rows_;
-  args.left = side.left;
-  args.left_stride = 1;
-  args.left_step = kStepKeys;
-  args.right = {side.right, padded, width};
-  args.right_width = width;
-  args.out = s_.out;
-  args.out_stride = padded;
-  multiply<PlainProduct<T>, false>(args);
-  if (side.has_bad_rows) add_bad_rows(side, keys);
-  constexpr int64_t kSize = sizeof(Element);
-  if (streamed_ && !grad.wide && grad.row_stride == dim && grad.column_stride == 1 &&
-      dim * kSize % kLineBytes != 0) {
-    Element* to = row_pointer<Element>(grad, unit_.batch, unit_.key_head, keys.begin);
-    return stream_gradient_rows<S>(s_.out, padded, to, keys.end - keys.begin, dim, side.scale, s_.stage);
-  }
-  const HeadGradient<S> result{grad, unit_.batch, unit_.key_head, dim, side.scale, streamed_};
-  result.write(s_.out, padded, keys);
-}
-
-// dQ += dS K. A key that is not finite must not meet the rows that do not see it.
-template <typename S>
-void FewRowsBlock<S>::add_grad_query(const Matrix<Element>& key, int64_t first_key, bool finite) const {
-  const int64_t padded = padded_dim<S>(key.columns);
-  if (finite && key.column_stride == 1 && fits_registers<S>(rows_, key.columns)) {
-    return add_keys<S>({grads_, key.data, key.row_stride, key.rows, key.columns, s_.grad_query, padded},
-                       rows_);
-  }
-  MultiplyArgs<PlainProduct<T>> args{};
-  args.rows = rows_;
-  args.columns = key.columns;
-  args.depth = key.rows;
-  args.left = grads_;
-  args.left_stride = kStepKeys;
-  args.right_width = panel_width_of<S>(key.columns);
-  args.out = s_.grad_query;
-  args.out_stride = padded;
-  if constexpr (std::is_same_v<Element, T>) {
-    if (key.column_stride == 1 && key.columns == padded)
-      args.right = {key.data, key.row_stride, args.right_width};
-  }
-  if (args.right.data == nullptr) {
-    pack_rows<PlainProduct<T>>(key, 0, key.rows, s_.key_rows, padded);
-    args.right = {s_.key_rows, padded, args.right_width};
-  }
-  if (finite) return multiply<PlainProduct<T>, true>(args);
-  args.rows = args.depth = 1;
-  const T* keys = args.right.data;
-  for (int64_t r = 0; r < rows_; ++r) {
-    for (int64_t j = 0; j < key.rows; ++j) {
-      args.left = grads_ + r * kStepKeys + j;
-      args.right.data = keys + j * args.right.row_stride;
-      args.out = s_.grad_query + r * padded;
-      if (is_seen(r, first_key + j)) multiply<PlainProduct<T>, true>(args);
-    }
-  }
-}
-
-template <typename S>
-void FewRowsBlock<S>::store_key_sides(Range keys) const {
-  const AttentionShape& shape = params_.shape;
-  if (params_.grad_output.data == nullptr) {
-    clear_key_side(params_.grad_value, keys, shape.value_dim);
-  } else if (params_.grad_value.data != nullptr) {
-    store_key_side({weights_, s_.grad_rows, params_.grad_output, bad_grads_, shape.value_dim, 1},
-                   params_.grad_value, keys);
-  }
-  if (params_.grad_key.data != nullptr) {
-    store_key_side({grads_, s_.query_rows, params_.query, bad_queries_, shape.head_dim,
-                    static_cast<T>(params_.rule.scale)},
-                   params_.grad_key, keys);
-  }
 }
 
 // S as it is after mask and window; whether it is finite before.

@@ -7,6 +7,7 @@
 #include "../centre.h"
 #include "../plan.h"
 #include "block.h"
+#include "gradients.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
