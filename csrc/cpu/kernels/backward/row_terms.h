@@ -235,6 +235,14 @@ ATTN_EXT_INLINE T sink_share(T sink, T lse) {
   return exp2<T>(broadcast(static_cast<T>((sink - lse) * static_cast<T>(kLog2E))))[0];
 }
 
+// rowsum(P dP) of a row's own weights. These sum up to 1, with the sink's share, but for the rounding of lse,
+// which delta, a mean, must not take in; those of a far row were made of their sum, and of no lse.
+template <typename T>
+ATTN_EXT_INLINE T mean_of_grads(T sum, T weight_sum, T share, T lse) {
+  const T total = weight_sum + share;
+  return total > 0 && !is_far(log2_lse<T>(lse)) ? sum / total : sum;
+}
+
 template <typename S>
 ATTN_EXT_INLINE typename S::Accum& grad_sink(const BackwardParams& params, int64_t batch, int64_t head) {
   return static_cast<typename S::Accum*>(params.grad_sinks)[batch * params.shape.query_heads + head];

@@ -28,17 +28,14 @@ void FewKeysUnit<S>::set_far_row(int64_t index, RowSpan<S>& span) const {
   span.row_scale = {row.scale};
 }
 
-// delta from rowsum(P dP) unless it is given, and what it gives to the sink's gradient. The sum of all
-// weights is 1 but for the rounding of lse, which delta, a mean, must not take in. The weights of a far row
-// were made of its sum, and of no lse.
+// delta from rowsum(P dP) unless it is given, and what it gives to the sink's gradient.
 template <typename S>
 ATTN_EXT_INLINE typename S::Accum FewKeysUnit<S>::finish_delta(int64_t row, T lse, T sum, T weight_sum) {
   const bool sinks = lse != -kInfinity<T> && sink_ != -kInfinity<T>;
   const T share = sink_share(sink_, lse);
-  const T total = weight_sum + share;
   // A row of dO that is not finite has no finite product; one that sees nothing does not show it.
   if (!(sum - sum == 0) || weight_sum == 0) may_have_bad_grads_ = true;
-  T delta = total > 0 && !is_far(log2_lse<T>(lse)) ? sum / total : sum;
+  T delta = mean_of_grads(sum, weight_sum, share, lse);
   if (params_.delta != nullptr) {
     delta = given_row_delta<S>(params_, unit_.batch, head_, row);
   } else if (params_.grad_lse.data != nullptr) {

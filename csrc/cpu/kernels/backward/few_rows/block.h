@@ -256,8 +256,6 @@ void FewRowsBlock<S>::add_to_delta(int64_t row, const RowSpan<S>& span) const {
   store(weight_sums, weight_sum);
 }
 
-// The sum of all weights is 1 but for the rounding of lse, which delta, a mean, must not take in. The weights
-// of a far row were made of its sum, and of no lse.
 template <typename S>
 void FewRowsBlock<S>::make_delta() {
   fill_span(s_.weight_sums, 0, rows_ * S::kLane, static_cast<T>(0));
@@ -266,16 +264,14 @@ void FewRowsBlock<S>::make_delta() {
   for (int64_t r = 0; r < rows_; ++r) {
     const RowPlace at = row_place(r);
     const T lse = lse_rows<S>(params_, at.batch, at.head)[at.row];
-    const T total = lane_sum<T>(load(s_.weight_sums + r * S::kLane)) +
-                    sink_share(sink_of<Element>(params_.rule, at.batch, at.head), lse);
-    const T sum = lane_sum<T>(load(s_.grad_sums + r * S::kLane));
-    const bool divides = total > 0 && !is_far(log2_lse<T>(lse));
-    s_.terms.delta[r] += divides ? sum / total : sum;
+    const T share = sink_share(sink_of<Element>(params_.rule, at.batch, at.head), lse);
+    s_.terms.delta[r] += mean_of_grads(lane_sum<T>(load(s_.grad_sums + r * S::kLane)),
+                                       lane_sum<T>(load(s_.weight_sums + r * S::kLane)), share, lse);
   }
   fill_span(s_.grad_sums, 0, rows_ * S::kLane, static_cast<T>(0));
 }
 
-// P and dS of a row (ScoreSpan), or what sums up to delta.
+// P and dS of a row (ScoreSpan); for delta, what sums up to it.
 template <typename S>
 void FewRowsBlock<S>::finish_row(Pass pass, int64_t row, Range keys) const {
   T mass_grads[kStepKeys], weight_grads[kStepKeys] = {};
