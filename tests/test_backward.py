@@ -257,8 +257,8 @@ def test_weights_beside_a_sink_as_far_as_all_scores(lengths, far, device):
         (reference.sdpa_with_weights, torch.float64, wanted),
         (attn_ext.sdpa_with_weights, torch.float32, got),
     ):
-        leaves = [x.to(dtype).requires_grad_() for x in (query, value)]
-        outputs = op(leaves[0], key.to(dtype), leaves[1], bias.to(dtype), sinks=bias[0, :2].to(dtype))
+        leaves = [x.to(dtype).requires_grad_() for x in (query, value, bias[0, :2])]
+        outputs = op(leaves[0], key.to(dtype), leaves[1], bias.to(dtype), sinks=leaves[2])
         grads += torch.autograd.grad(outputs, leaves, [x.to(dtype) for x in along])
     for grad, want in zip(got, wanted, strict=True):
         torch.testing.assert_close(grad.double(), want, rtol=1e-4, atol=1e-5 * want.abs().max().item())

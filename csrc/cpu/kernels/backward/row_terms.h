@@ -22,12 +22,13 @@ struct RowTerms {
   T* lse;                // in units of log2; +inf where a row sees no key, so that its weights come out as 0
   T* delta;              // rowsum(P dP) - dLse
   T* row_scale;          // 1, but for far rows
+  T* sink_share;         // the sink's weight
   T *row_max, *row_sum;  // of far rows, in the making
   int64_t *has_dead_rows, *has_far_rows;
   int64_t* may_have_bad_grads;  // NaN or Inf in dO
 
   RowTerms from(int64_t row) const {
-    return {lse + row,     delta + row,   row_scale + row, row_max + row,
+    return {lse + row,     delta + row,   row_scale + row, sink_share + row,  row_max + row,
             row_sum + row, has_dead_rows, has_far_rows,    may_have_bad_grads};
   }
 };
@@ -39,6 +40,7 @@ RowTerms<S> take_row_terms(Arena& arena, int64_t rows) {
   terms.lse = take<T>(arena, rows);
   terms.delta = take<T>(arena, rows);
   terms.row_scale = take<T>(arena, rows);
+  terms.sink_share = take<T>(arena, rows);
   terms.row_max = take<T>(arena, rows);
   terms.row_sum = take<T>(arena, rows);
   terms.has_dead_rows = take<int64_t>(arena, 1);
@@ -139,10 +141,20 @@ ATTN_EXT_INLINE Vec<typename S::Accum> add_to_sum(const typename S::Accum* score
   return sum;
 }
 
+// The sink's weight in a row by its lse; 0 where there is none or the row sees nothing.
+template <typename S>
+ATTN_EXT_INLINE typename S::Accum sink_share(const BackwardParams& params, int64_t batch, int64_t head,
+                                             int64_t row) {
+  const double sink = static_cast<double>(sink_of<typename S::Element>(params.rule, batch, head));
+  const double lse = lse_of_row<S>(params, batch, head, row);
+  if (sink == -kInfinity<double> || lse == -kInfinity<double>) return 0;
+  return exp2<typename S::Accum>(broadcast(static_cast<typename S::Accum>((sink - lse) * kLog2E)))[0];
+}
+
 // A far row's weights are scale 2^(s - top), top the maximum of the row and its sink.
 template <typename T>
 struct FarRow {
-  T top, scale;
+  T top, scale, sink_share;
 };
 
 template <typename T>
@@ -150,17 +162,18 @@ ATTN_EXT_INLINE FarRow<T> far_row(T row_max, T row_sum, T sink) {
   const T log2_sink = in_log2<T>(sink);
   const T top = log2_sink > row_max ? log2_sink : row_max;
   const auto share = [&](T x) { return exp2<T>(broadcast(x - top))[0]; };
-  return {top, 1 / (row_sum * share(row_max) + share(log2_sink))};
+  const T scale = 1 / (row_sum * share(row_max) + share(log2_sink));
+  return {top, scale, scale * share(log2_sink)};
 }
 
 // The same where these keys are a part of what lse, natural, is over. Their weights sum up to 1 at most: that
 // is what is known where lse is so far from 0 that not even a double holds more than the maximum.
 template <typename T>
-ATTN_EXT_INLINE FarRow<T> far_row_of_part(T row_max, T row_sum, double lse) {
+ATTN_EXT_INLINE FarRow<T> far_row_of_part(T row_max, T row_sum, double lse, T sink_share) {
   const double exponent = static_cast<double>(row_max) - lse * kLog2E;
   const double share = exp2<double>(broadcast(exponent < 0 ? exponent : 0))[0];
   const double most = 1 / static_cast<double>(row_sum);
-  return {row_max, static_cast<T>(share < most ? share : most)};
+  return {row_max, static_cast<T>(share < most ? share : most), sink_share};
 }
 
 // By the maximum and the sum of a row that is far.
@@ -170,7 +183,8 @@ ATTN_EXT_INLINE FarRow<typename S::Accum> far_row(const BackwardParams& params, 
                                                   typename S::Accum row_sum) {
   using T = typename S::Accum;
   if (params.delta != nullptr) {
-    return far_row_of_part<T>(row_max, row_sum, lse_of_row<S>(params, batch, head, row));
+    return far_row_of_part<T>(row_max, row_sum, lse_of_row<S>(params, batch, head, row),
+                              sink_share<S>(params, batch, head, row));
   }
   return far_row<T>(row_max, row_sum, sink_of<typename S::Element>(params.rule, batch, head));
 }
@@ -185,6 +199,7 @@ void finish_far_rows(const BackwardParams& params, const RowTerms<S>& terms, int
     const FarRow<T> row = far_row<S>(params, batch, head, rows.begin + r, terms.row_max[r], terms.row_sum[r]);
     terms.lse[r] = row.top;
     terms.row_scale[r] = row.scale;
+    terms.sink_share[r] = row.sink_share;
   }
 }
 
@@ -203,6 +218,7 @@ void set_row_terms(const BackwardParams& params, const RowTerms<S>& terms, int64
       rows_of<Element>(params.grad_output, batch, head, first, count, shape.value_dim);
   const Matrix<Element> output = rows_of<Element>(params.output, batch, head, first, count, shape.value_dim);
   const T* lse = lse_rows<S>(params, batch, head) + first;
+  const bool sinks = params.rule.sinks_kind != ScalarKind::kNone;
   *terms.has_dead_rows = 0;
   *terms.has_far_rows = 0;
   *terms.may_have_bad_grads = exact_delta || given != nullptr;
@@ -223,24 +239,18 @@ void set_row_terms(const BackwardParams& params, const RowTerms<S>& terms, int64
     if (r < count && !live) *terms.has_dead_rows = *terms.may_have_bad_grads = 1;
     if (is_far(terms.lse[r])) *terms.has_far_rows = 1;
     terms.row_scale[r] = 1;
+    terms.sink_share[r] = r < count && sinks ? sink_share<S>(params, batch, head, first + r) : 0;
     terms.row_max[r] = -kInfinity<T>;
     terms.row_sum[r] = 0;
   }
 }
 
-// The sink's share of a row; 0 where there is none or the row sees nothing.
-template <typename T>
-ATTN_EXT_INLINE T sink_share(T sink, T lse) {
-  if (lse == -kInfinity<T> || sink == -kInfinity<T>) return 0;
-  return exp2<T>(broadcast(static_cast<T>((sink - lse) * static_cast<T>(kLog2E))))[0];
-}
-
 // rowsum(P dP) of a row's own weights. These sum up to 1, with the sink's share, but for the rounding of lse,
-// which delta, a mean, must not take in; those of a far row were made of their sum, and of no lse.
+// which delta, a mean, must not take in.
 template <typename T>
-ATTN_EXT_INLINE T mean_of_grads(T sum, T weight_sum, T share, T lse) {
-  const T total = weight_sum + share;
-  return total > 0 && !is_far(log2_lse<T>(lse)) ? sum / total : sum;
+ATTN_EXT_INLINE T mean_of_grads(T sum, T weight_sum, T sink_share) {
+  const T total = weight_sum + sink_share;
+  return total > 0 ? sum / total : sum;
 }
 
 template <typename S>
@@ -258,18 +268,20 @@ ATTN_EXT_INLINE typename S::Accum given_row_delta(const BackwardParams& params, 
   return delta - *row_pointer<const T>(params.grad_lse, batch, head, row);
 }
 
-// dsink = sum over the rows of exp(sink - lse) (dLse - delta), delta less dLse being delta_of(row).
-template <typename S, typename DeltaOf>
-ATTN_EXT_INLINE void store_sink(const BackwardParams& params, int64_t batch, int64_t head, DeltaOf delta_of) {
+// dsink = sum over the rows of exp(sink - lse) (dLse - delta). terms_of(row): those of a row, of which only
+// the sink's share is read where delta is given.
+template <typename S, typename TermsOf>
+ATTN_EXT_INLINE void store_sink(const BackwardParams& params, int64_t batch, int64_t head, TermsOf terms_of) {
   using T = typename S::Accum;
   if (params.grad_sinks == nullptr) return;
-  const T sink = sink_of<typename S::Element>(params.rule, batch, head);
   const T* lse = lse_rows<S>(params, batch, head);
+  const bool none = sink_of<typename S::Element>(params.rule, batch, head) == -kInfinity<T>;
   T sum = 0;
-  for (int64_t i = 0; i < params.shape.query_len; ++i) {
-    if (lse[i] == -kInfinity<T> || sink == -kInfinity<T>) continue;
-    const T delta = params.delta != nullptr ? given_row_delta<S>(params, batch, head, i) : delta_of(i);
-    sum -= sink_share(sink, lse[i]) * delta;
+  for (int64_t i = 0; !none && i < params.shape.query_len; ++i) {
+    if (lse[i] == -kInfinity<T>) continue;
+    const RowTerms<S> terms = terms_of(i);
+    const T delta = params.delta != nullptr ? given_row_delta<S>(params, batch, head, i) : *terms.delta;
+    sum -= *terms.sink_share * delta;
   }
   grad_sink<S>(params, batch, head) = sum;
 }

@@ -17,25 +17,25 @@ void FewKeysUnit<S>::draw_row(int64_t row) const {
   }
 }
 
-// For a far row, of which lse does not tell the sum.
+// For a far row, of which lse does not tell the sum. Gives the sink's share.
 template <typename S>
-void FewKeysUnit<S>::set_far_row(int64_t index, RowSpan<S>& span) const {
+typename S::Accum FewKeysUnit<S>::set_far_row(int64_t index, RowSpan<S>& span) const {
   const T top = lane_max<T>(add_to_max<S>(span.scores, 0, stride_, units_, broadcast(-kInfinity<T>)));
-  if (top == -kInfinity<T>) return;
+  if (top == -kInfinity<T>) return sink_share<S>(params_, unit_.batch, head_, index);
   const Vec<T> sums = add_to_sum<S>(span.scores, 0, stride_, units_, broadcast(top), Vec<T>{});
   const FarRow<T> row = far_row<S>(params_, unit_.batch, head_, index, top, lane_sum<T>(sums));
   span.lse = {row.top};
   span.row_scale = {row.scale};
+  return row.sink_share;
 }
 
 // delta from rowsum(P dP) unless it is given, and what it gives to the sink's gradient.
 template <typename S>
-ATTN_EXT_INLINE typename S::Accum FewKeysUnit<S>::finish_delta(int64_t row, T lse, T sum, T weight_sum) {
-  const bool sinks = lse != -kInfinity<T> && sink_ != -kInfinity<T>;
-  const T share = sink_share(sink_, lse);
+ATTN_EXT_INLINE typename S::Accum FewKeysUnit<S>::finish_delta(int64_t row, T share, T sum, T weight_sum) {
+  const bool sinks = sink_ != -kInfinity<T> && lse_rows<S>(params_, unit_.batch, head_)[row] != -kInfinity<T>;
   // A row of dO that is not finite has no finite product; one that sees nothing does not show it.
   if (!(sum - sum == 0) || weight_sum == 0) may_have_bad_grads_ = true;
-  T delta = mean_of_grads(sum, weight_sum, share, lse);
+  T delta = mean_of_grads(sum, weight_sum, share);
   if (params_.delta != nullptr) {
     delta = given_row_delta<S>(params_, unit_.batch, head_, row);
   } else if (params_.grad_lse.data != nullptr) {
@@ -56,7 +56,8 @@ void FewKeysUnit<S>::finish_full_row(int64_t row, int64_t index) {
   finish_row_scores<S>(params_, units_, row_place(row), {0, keys_}, {span.scores, stride_}, s_.cap_slope);
   const T natural = lse_rows<S>(params_, unit_.batch, head_)[row];
   span.lse = {is_dead_row(row) ? kInfinity<T> : log2_lse<T>(natural)};
-  if (is_far(span.lse.x)) set_far_row(row, span);
+  const T share =
+      is_far(span.lse.x) ? set_far_row(row, span) : sink_share<S>(params_, unit_.batch, head_, row);
   if (params_.dropout.enabled) {
     draw_row(row);
     span.keep = s_.keep;
@@ -73,7 +74,7 @@ void FewKeysUnit<S>::finish_full_row(int64_t row, int64_t index) {
     sum = multiply_add(p, grad, sum);
     store(span.grads + j, grad);
   }
-  const T delta = finish_delta(row, natural, lane_sum<T>(sum), lane_sum<T>(weight_sum));
+  const T delta = finish_delta(row, share, lane_sum<T>(sum), lane_sum<T>(weight_sum));
   for (int64_t j = 0; wants_grads_ && j < stride_; j += S::kLane) {
     const Vec<T> grad = load(span.scores + j) * (load(span.grads + j) - broadcast(delta));
     store(span.grads + j, hidden[j / S::kLane] ? Vec<T>{} : grad);
@@ -233,7 +234,7 @@ ATTN_EXT_INLINE void FewKeysUnit<S>::make_plain_grads(int64_t r, const T* deltas
 // finish_delta() of some rows, whose sums are of lanes; false if one is not finite. sums, deltas: of a whole
 // band.
 template <typename S>
-bool FewKeysUnit<S>::finish_deltas(int64_t first, int64_t count, const T* lse, const Vec<T>* sums,
+bool FewKeysUnit<S>::finish_deltas(int64_t first, int64_t count, const Vec<T>* sums,
                                    const Vec<T>* weight_sums, T* deltas) {
   T products[kFewKeysBand], weights[kFewKeysBand];
   for (int64_t i = 0; i < kFewKeysBand; i += S::kLane) {
@@ -253,7 +254,8 @@ bool FewKeysUnit<S>::finish_deltas(int64_t first, int64_t count, const T* lse, c
   if (residue != 0) return false;
   if (params_.delta != nullptr || params_.grad_lse.data != nullptr || sink_ != -kInfinity<T>) {
     for (int64_t i = 0; i < count; ++i) {
-      deltas[i] = finish_delta(first + i, lse[i], products[i], weights[i]);
+      const T share = sink_share<S>(params_, unit_.batch, head_, first + i);
+      deltas[i] = finish_delta(first + i, share, products[i], weights[i]);
     }
     return true;
   }
@@ -299,7 +301,7 @@ bool FewKeysUnit<S>::finish_plain_rows(int64_t first, int64_t begin, int64_t end
   // A score of -inf that a row sees has a weight of 0 like what is hidden, but 0 times NaN is NaN.
   const auto below = lowest < broadcast(-FloatFormat<T>::kLargest);
   if (lane_sum<T>(below ? broadcast(static_cast<T>(1)) : Vec<T>{}) != 0) return false;
-  if (!finish_deltas(first + begin, end - begin, lse + begin, sums, weight_sums, deltas)) return false;
+  if (!finish_deltas(first + begin, end - begin, sums, weight_sums, deltas)) return false;
   const bool to_mask = mask_grad_.wanted(), at_once = to_mask && mask_grad_.view().column_stride == 1;
   const bool keeps = !S::kPaired || pack_.bad_keys || bad_queries_ || (to_mask && !at_once);
   const auto mask_place = [&](int64_t r) { return mask_grad_.place(unit_.batch, head_, first + r, 0); };

@@ -194,11 +194,10 @@ class FewKeysUnit {
   static PlainRows plain_rows(int64_t vectors);
   bool reads_weights(int64_t first, int64_t count) const;
   void finish_full_row(int64_t row, int64_t index);
-  T finish_delta(int64_t row, T lse, T sum, T weight_sum);
-  bool finish_deltas(int64_t first, int64_t count, const T* lse, const Vec<T>* sums,
-                     const Vec<T>* weight_sums, T* deltas);
+  T finish_delta(int64_t row, T share, T sum, T weight_sum);
+  bool finish_deltas(int64_t first, int64_t count, const Vec<T>* sums, const Vec<T>* weight_sums, T* deltas);
   void draw_row(int64_t row) const;
-  void set_far_row(int64_t row, RowSpan<S>& span) const;
+  T set_far_row(int64_t row, RowSpan<S>& span) const;
   // Where the pairs of two rows go.
   struct PairPlace {
     Operand *weight_pairs, *grad_pairs, *row, *next_row;

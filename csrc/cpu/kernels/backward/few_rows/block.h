@@ -262,11 +262,9 @@ void FewRowsBlock<S>::make_delta() {
   visit(Pass::kDelta, {0, params_.shape.key_len});
   are_kept_ = keeps_;
   for (int64_t r = 0; r < rows_; ++r) {
-    const RowPlace at = row_place(r);
-    const T lse = lse_rows<S>(params_, at.batch, at.head)[at.row];
-    const T share = sink_share(sink_of<Element>(params_.rule, at.batch, at.head), lse);
-    s_.terms.delta[r] += mean_of_grads(lane_sum<T>(load(s_.grad_sums + r * S::kLane)),
-                                       lane_sum<T>(load(s_.weight_sums + r * S::kLane)), share, lse);
+    s_.terms.delta[r] +=
+        mean_of_grads(lane_sum<T>(load(s_.grad_sums + r * S::kLane)),
+                      lane_sum<T>(load(s_.weight_sums + r * S::kLane)), s_.terms.sink_share[r]);
   }
   fill_span(s_.grad_sums, 0, rows_ * S::kLane, static_cast<T>(0));
 }

@@ -4,6 +4,8 @@
 // keys share.
 #pragma once
 
+#include <array>
+
 #include "../centre.h"
 #include "../plan.h"
 #include "block.h"
@@ -48,25 +50,29 @@ class FewRows {
         s_(take_few_rows_scratch<S>(arena_, params)),
         block_(params, plan, s_) {}
 
-  // Shared memory of a unit: terms (3, rows) if there is a round for them, then for every piece dQ (rows,
-  // padded D) and sums of dS (rows).
+  // Shared memory of a unit: terms (kTerms, rows) if there is a round for them, then for every piece dQ
+  // (rows, padded D) and sums of dS (rows).
   static int64_t unit_size(const BackwardParams& params, const BackwardPlan& plan) {
     const int64_t rows = group_size(params.shape) * params.shape.query_len;
     const int64_t piece = rows * (padded_dim<S>(params.shape.head_dim) + 1);
-    return (plan.few_rows.term_tasks > 0 ? 3 * rows : 0) + plan.few_rows.pieces * piece;
+    return (plan.few_rows.term_tasks > 0 ? kTerms * rows : 0) + plan.few_rows.pieces * piece;
   }
   T* terms_of(Unit unit) const { return shared_ + unit_index(shape_, unit) * unit_size(params_, plan_); }
   T* partial(Unit unit, int64_t piece) const {
-    return terms_of(unit) + (plan_.few_rows.term_tasks > 0 ? 3 * rows_ : 0) + piece * rows_ * (dim_ + 1);
+    return terms_of(unit) + (plan_.few_rows.term_tasks > 0 ? kTerms * rows_ : 0) + piece * rows_ * (dim_ + 1);
   }
   T* partial_sums(Unit unit, int64_t piece) const { return partial(unit, piece) + rows_ * dim_; }
+  static constexpr int64_t kTerms = 4;
+  std::array<T*, kTerms> kept_terms() const {
+    return {s_.terms.lse, s_.terms.delta, s_.terms.row_scale, s_.terms.sink_share};
+  }
   int64_t head_of(Unit unit, int64_t row) const { return unit.key_head * group_ + row / shape_.query_len; }
 
   void set_unit(Unit unit) {
     block_.set_unit(unit);
     if (plan_.few_rows.term_tasks == 0) return;
     const T* from = terms_of(unit);
-    for (T* to : {s_.terms.lse, s_.terms.delta, s_.terms.row_scale}) {
+    for (T* to : kept_terms()) {
       memcpy(to, from, static_cast<size_t>(rows_) * sizeof(T));
       from += rows_;
     }
@@ -79,8 +85,7 @@ class FewRows {
     if (params_.grad_sinks != nullptr) {
       if (!plan_.few_rows.whole) set_unit(unit);
       for (int64_t r = 0; r < rows_; r += shape_.query_len) {
-        store_sink<S>(params_, unit.batch, head_of(unit, r),
-                      [&](int64_t i) { return s_.terms.delta[r + i]; });
+        store_sink<S>(params_, unit.batch, head_of(unit, r), [&](int64_t i) { return s_.terms.from(r + i); });
       }
     }
     if (params_.grad_query.data != nullptr) merge_grad_query(unit);
@@ -155,7 +160,7 @@ void FewRows<S>::make_terms(Unit unit) {
   block_.pack_rows_of_unit();
   complete_terms(unit);
   T* to = terms_of(unit);
-  for (const T* from : {s_.terms.lse, s_.terms.delta, s_.terms.row_scale}) {
+  for (const T* from : kept_terms()) {
     memcpy(to, from, static_cast<size_t>(rows_) * sizeof(T));
     to += rows_;
   }

@@ -82,7 +82,7 @@ ATTN_EXT_INLINE void Tiles<S>::store_query_sums(Unit unit, int64_t group_head, R
 template <typename S>
 void Tiles<S>::store_sink_of(Unit unit, int64_t group_head) const {
   store_sink<S>(params_, unit.batch, head_of(unit, group_head), [&](int64_t row) {
-    return memory_.query_pack(group_head, row / plan_.block_queries).terms.delta[row % plan_.block_queries];
+    return memory_.query_pack(group_head, row / plan_.block_queries).terms.from(row % plan_.block_queries);
   });
 }
 
