@@ -29,17 +29,17 @@ ATTN_EXT_INLINE int64_t backward_few_rows(const AttentionShape& shape) {
   return dims < 64 ? 8 : dims < 128 ? 12 : 20;
 }
 
-// Among few keys, of which they need half a step and one more for each of them, a few rows go the way of few
-// rows as long as rows and sums stay in registers (few_rows/in_registers.h), and the rows are long enough to
-// fill vectors: the way of few keys turns keys and values around, for tiles that would be idle for the most
-// part.
+// Among few keys, of which one row needs more than half a step and several more of it, a few rows go the way
+// of few rows as long as rows and sums stay in registers (few_rows/in_registers.h), and the rows are long
+// enough to fill vectors: the way of few keys turns keys and values around, for tiles that would be idle for
+// the most part.
 constexpr int64_t kStepKeys = 16;     // that few rows meet at once
 constexpr int64_t kRegisterRows = 4;  // of a group
 template <typename S>
 ATTN_EXT_INLINE bool few_rows_of_few_keys(const AttentionShape& shape) {
   constexpr int64_t kDims = 32;  // for a row
   const int64_t rows = group_size(shape) * shape.query_len;
-  return shape.key_len >= kStepKeys / 2 + rows && rows > 0 && rows <= kRegisterRows &&
+  return rows > 0 && rows <= kRegisterRows && shape.key_len > kStepKeys - kStepKeys / 2 / rows &&
          rows * kDims <= shape.head_dim + shape.value_dim;
 }
 

@@ -300,6 +300,8 @@ class QueryBlock {
   template <typename Stored>
   Matrix<Stored> key_rows(const StoredRows<Stored>& keys, Range rest, int64_t distance, Range& copied) const;
   template <typename Stored>
+  int64_t keys_before(const StoredRows<Stored>& keys, Range rest, int64_t begin) const;
+  template <typename Stored>
   Range keys_of_stretch(const StoredRows<Stored>& values, int64_t key, int64_t end) const;
   template <typename Stored>
   const Stored* gather_values(const StoredRows<Stored>& values, Range rest, int64_t end, int64_t distance,

@@ -121,14 +121,33 @@ void QueryBlock<S>::stream_scores_of(int64_t band) {
                                : values.ahead(block_key_ + run.begin + next - run.end, key_len);
         ahead.near = distance.near;
       }
-      const Matrix<Stored> rows = key_rows(keys, {j, run.end}, band == 0 ? distance.rows : 0, copied);
+      // Of the last few keys, together with the ones before them, whose scores are made once more.
+      const int64_t before = keys_before(keys, {j, run.end}, run.begin), to = j - before;
+      for (int64_t r = band; before > 0 && r < band + band_rows(band); ++r) {
+        store(score_row(band, r) + j, Vec<T>{});
+      }
+      const Matrix<Stored> rows = before > 0
+                                      ? keys.in_place(block_key_ + to, S::kLane)
+                                      : key_rows(keys, {j, run.end}, band == 0 ? distance.rows : 0, copied);
       each_few_rows<S>(band, band + band_rows(band), [&](auto count, int64_t r) {
         dot_rows<S, decltype(count)::value>(s_.query + r * s_.query_stride, s_.query_stride, rows, ahead,
-                                            score_row(band, r) + j, s_.score_stride);
+                                            score_row(band, r) + to, s_.score_stride);
         ahead = {};
       });
     }
   }
+}
+
+// How many keys before the first of `rest`, from `begin` on, make a vector of those that are left and lie
+// with them in place; 0 if these are a vector, or have to be copied.
+template <typename S>
+template <typename Stored>
+int64_t QueryBlock<S>::keys_before(const StoredRows<Stored>& keys, Range rest, int64_t begin) const {
+  const int64_t first = block_count_ - S::kLane;
+  const bool are_there = rest.begin > first && rest.begin < block_count_ && first >= begin;
+  if (!are_there || params_.key.column_stride != 1 || !keys.lie_in_place(block_key_ + first, S::kLane))
+    return 0;
+  return rest.begin - first;
 }
 
 // A vector of keys, the first of `rest`: where they lie, or copied, with zero for those that are not there.
@@ -291,7 +310,9 @@ template <typename S>
 template <typename Stored>
 Range QueryBlock<S>::keys_of_stretch(const StoredRows<Stored>& values, int64_t key, int64_t end) const {
   const int64_t page_rows = params_.value_storage.page_rows;
-  const int64_t count = smaller(kStreamKeys, smaller(end, block_count_) - key);
+  int64_t count = smaller(kStreamKeys, smaller(end, block_count_) - key);
+  // The last one of an odd number comes alone, so that what fills it up is all that is copied.
+  if (count > S::kDepth && params_.value.column_stride == 1) count = round_down(count, S::kDepth);
   const bool by_page = page_rows >= kSmallestPage && page_rows % S::kDepth == 0 && !values.is_converted() &&
                        !values.lie_across();
   return {key, key + (by_page ? values.in_page(block_key_ + key, count) : count)};

@@ -160,6 +160,14 @@ __attribute__((noinline)) void StoredRows<Element>::copy(int64_t first, int64_t 
           continue;
         }
       }
+      if constexpr (std::is_same_v<Element, Stored>) {
+        if (are_dense() && view_.column_stride == 1 && first + r + distance >= end) {
+          memcpy(to, from, static_cast<size_t>(together * columns_) * sizeof(Element));
+          r += together;
+          to += together * columns_;
+          continue;
+        }
+      }
       for (int64_t i = 0; i < together; ++i, ++r, from += view_.row_stride, to += columns_) {
         if (first + r + distance < end) {
           prefetch_row(element<Stored>(first + r + distance), view_.column_stride, columns_);
