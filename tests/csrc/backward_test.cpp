@@ -962,7 +962,7 @@ void add_few_rows_of_few_keys(const Add& add) {
     });
   };
   add_kinds_of_few_rows(few);
-  for (const int64_t keys : {16, 17, 31, 32, 127, 128, 129, 256}) {
+  for (const int64_t keys : {8, 9, 13, 15, 16, 17, 31, 32, 127, 128, 129, 256}) {
     for (const int64_t rows : {1, 2, 4, 5}) {
       few("plain", [=](Case& c) { sized(c, rows, keys, 80, 80); });
     }
