@@ -240,7 +240,7 @@ def test_sink_takes_gradient_through_lse(device):
     torch.testing.assert_close(grad, (sinks[:, None] - lse).exp().sum((0, 2)))
 
 
-@pytest.mark.parametrize("far", [-1e9, 1e5, 400.0])
+@pytest.mark.parametrize("far", [-1e12, -5e10, -1e9, 1e5, 400.0])
 @pytest.mark.parametrize("lengths", [(1, 40), (8, 40), (1, 300), (8, 300), (70, 300)], ids=str)
 def test_weights_beside_a_sink_as_far_as_all_scores(lengths, far, device):
     """Of lse, rounded, neither says what the other's share is."""
@@ -262,6 +262,21 @@ def test_weights_beside_a_sink_as_far_as_all_scores(lengths, far, device):
         grads += torch.autograd.grad(outputs, leaves, [x.to(dtype) for x in along])
     for grad, want in zip(got, wanted, strict=True):
         torch.testing.assert_close(grad.double(), want, rtol=1e-4, atol=1e-5 * want.abs().max().item())
+
+
+@pytest.mark.parametrize("far", [-1e12, -123456.7, 3.3e10, 400.0])
+@pytest.mark.parametrize("lengths", [(1, 0), (1, 40), (8, 40), (1, 300), (8, 300), (70, 300)], ids=str)
+@pytest.mark.parametrize("hidden", ["by a row", "by keys"])
+def test_a_far_sink_has_all_of_a_row_that_sees_no_key(hidden, lengths, far, device):
+    query_length, key_length = lengths
+    query = torch.randn(2, query_length, 64, device=device)
+    key = torch.randn(2, key_length, 64, device=device)
+    seen = torch.zeros(query_length, 1 if hidden == "by a row" else key_length, dtype=torch.bool)
+    sinks = torch.full((2,), far, device=device, requires_grad=True)
+    _, lse = attn_ext.sdpa_with_lse(query, key, key, seen.to(device), sinks=sinks)
+    along = torch.randn_like(lse)
+    (grad,) = torch.autograd.grad(lse, sinks, along)
+    torch.testing.assert_close(grad, along.sum(1))
 
 
 def test_undefined_output_gradients_count_as_zero(device):

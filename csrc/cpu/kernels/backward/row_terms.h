@@ -87,8 +87,6 @@ ATTN_EXT_INLINE bool is_dead(const ScoreRule& rule, int64_t batch, int64_t head,
 // A row whose scores are so far from 0 that lse, rounded as they are, says little about their sum, as happens
 // where a bias of -1e9 or the lowest finite value hides all keys. Its weights are made as 2^(s - row max) /
 // row sum again.
-constexpr double kFarScore = 256;  // in units of log2
-
 template <typename T>
 ATTN_EXT_INLINE bool is_far(T lse) {
   return lse != kInfinity<T> && (lse > static_cast<T>(kFarScore) || lse < static_cast<T>(-kFarScore));
@@ -141,13 +139,14 @@ ATTN_EXT_INLINE Vec<typename S::Accum> add_to_sum(const typename S::Accum* score
   return sum;
 }
 
-// The sink's weight in a row by its lse; 0 where there is none or the row sees nothing.
+// The sink's weight in a row by its lse; 0 where there is none.
 template <typename S>
 ATTN_EXT_INLINE typename S::Accum sink_share(const BackwardParams& params, int64_t batch, int64_t head,
                                              int64_t row) {
   const double sink = static_cast<double>(sink_of<typename S::Element>(params.rule, batch, head));
   const double lse = lse_of_row<S>(params, batch, head, row);
   if (sink == -kInfinity<double> || lse == -kInfinity<double>) return 0;
+  if (params.delta == nullptr && row_is_masked(params.rule, batch, head, row)) return 1;
   return exp2<typename S::Accum>(broadcast(static_cast<typename S::Accum>((sink - lse) * kLog2E)))[0];
 }
 
@@ -195,7 +194,9 @@ void finish_far_rows(const BackwardParams& params, const RowTerms<S>& terms, int
                      Range rows) {
   using T = typename S::Accum;
   for (int64_t r = 0; r < rows.end - rows.begin; ++r) {
-    if (!is_far(terms.lse[r]) || terms.row_max[r] == -kInfinity<T>) continue;
+    if (!is_far(terms.lse[r])) continue;
+    // Other parts have all of such a row.
+    if (params.delta != nullptr && terms.row_max[r] == -kInfinity<T>) continue;
     const FarRow<T> row = far_row<S>(params, batch, head, rows.begin + r, terms.row_max[r], terms.row_sum[r]);
     terms.lse[r] = row.top;
     terms.row_scale[r] = row.scale;

@@ -40,8 +40,8 @@ template <typename S>
 void QueryBlock<S>::gather_sinks(int64_t band) {
   for (int64_t r = band; r < band + band_rows(band); ++r) {
     const T sink = sink_of<Element>(params_.rule, batch_, s_.row_head[r]);
-    const T exact = static_cast<T>(sink * kLog2E);  // rounded once
-    s_.lse[r] = exact >= -kFarthest<T> && exact <= kFarthest<T> ? exact : in_log2<T>(sink);
+    const T exact = static_cast<T>(sink * kLog2E);  // rounded once, but where scores as far would not be
+    s_.lse[r] = exact >= -kFarScore && exact <= kFarScore ? exact : in_log2<T>(sink);
   }
 }
 

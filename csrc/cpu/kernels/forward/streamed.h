@@ -312,7 +312,8 @@ Range QueryBlock<S>::keys_of_stretch(const StoredRows<Stored>& values, int64_t k
   const int64_t page_rows = params_.value_storage.page_rows;
   int64_t count = smaller(kStreamKeys, smaller(end, block_count_) - key);
   // The last one of an odd number comes alone, so that what fills it up is all that is copied.
-  if (count > S::kDepth && params_.value.column_stride == 1) count = round_down(count, S::kDepth);
+  const bool in_place = params_.value.column_stride == 1 && !values.is_converted() && !careful_;
+  if (in_place && count > S::kDepth) count = round_down(count, S::kDepth);
   const bool by_page = page_rows >= kSmallestPage && page_rows % S::kDepth == 0 && !values.is_converted() &&
                        !values.lie_across();
   return {key, key + (by_page ? values.in_page(block_key_ + key, count) : count)};

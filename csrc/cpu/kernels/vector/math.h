@@ -105,6 +105,9 @@ ATTN_EXT_INLINE Vec<T> exp2(Vec<T> x) {
 template <typename T>
 constexpr T kFarthest = FloatFormat<T>::kLargest / 2;
 
+// Beyond it, in units of log2, a score's rounding tells.
+constexpr double kFarScore = 256;
+
 // Biases or sinks in units of log2: NaN and Inf as they are, finite numbers up to kFarthest.
 template <typename T>
 ATTN_EXT_INLINE Vec<T> in_log2(Vec<T> x) {

@@ -19,14 +19,18 @@ void FewKeysUnit<S>::draw_row(int64_t row) const {
 
 // For a far row, of which lse does not tell the sum. Gives the sink's share.
 template <typename S>
-typename S::Accum FewKeysUnit<S>::set_far_row(int64_t index, RowSpan<S>& span) const {
+typename S::Accum FewKeysUnit<S>::set_far_row(int64_t row, RowSpan<S>& span) const {
   const T top = lane_max<T>(add_to_max<S>(span.scores, 0, stride_, units_, broadcast(-kInfinity<T>)));
-  if (top == -kInfinity<T>) return sink_share<S>(params_, unit_.batch, head_, index);
-  const Vec<T> sums = add_to_sum<S>(span.scores, 0, stride_, units_, broadcast(top), Vec<T>{});
-  const FarRow<T> row = far_row<S>(params_, unit_.batch, head_, index, top, lane_sum<T>(sums));
-  span.lse = {row.top};
-  span.row_scale = {row.scale};
-  return row.sink_share;
+  Vec<T> sums = {};
+  if (top == -kInfinity<T>) {
+    if (params_.delta != nullptr) return sink_share<S>(params_, unit_.batch, head_, row);
+  } else {
+    sums = add_to_sum<S>(span.scores, 0, stride_, units_, broadcast(top), sums);
+  }
+  const FarRow<T> far = far_row<S>(params_, unit_.batch, head_, row, top, lane_sum<T>(sums));
+  span.lse = {far.top};
+  span.row_scale = {far.scale};
+  return far.sink_share;
 }
 
 // delta from rowsum(P dP) unless it is given, and what it gives to the sink's gradient.

@@ -71,7 +71,7 @@ void Tiles<S>::meet_key_block(Unit unit, int64_t block, UnitStates& states) cons
   pack_keys(unit, block);
 }
 
-// A sink's gradient asks for the delta of all rows at the end.
+// A sink's gradient asks for the terms of all rows at the end.
 template <typename S>
 void Tiles<S>::leave_query_block(Unit unit, int64_t group_head, int64_t block, UnitStates& states) const {
   store_query_block(unit, group_head, block);
