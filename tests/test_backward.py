@@ -252,16 +252,17 @@ def test_weights_beside_a_sink_as_far_as_all_scores(lengths, far, device):
         torch.randn_like(query),
         torch.randn(2, query_length, key_length, dtype=query.dtype, device=device),
     )
-    wanted, got = [], []
-    for op, dtype, grads in (
+    wanted, got = [], []  # results, then gradients
+    for op, dtype, found in (
         (reference.sdpa_with_weights, torch.float64, wanted),
         (attn_ext.sdpa_with_weights, torch.float32, got),
     ):
         leaves = [x.to(dtype).requires_grad_() for x in (query, value, bias[0, :2])]
         outputs = op(leaves[0], key.to(dtype), leaves[1], bias.to(dtype), sinks=leaves[2])
-        grads += torch.autograd.grad(outputs, leaves, [x.to(dtype) for x in along])
-    for grad, want in zip(got, wanted, strict=True):
-        torch.testing.assert_close(grad.double(), want, rtol=1e-4, atol=1e-5 * want.abs().max().item())
+        found += outputs
+        found += torch.autograd.grad(outputs, leaves, [x.to(dtype) for x in along])
+    for x, want in zip(got, wanted, strict=True):
+        torch.testing.assert_close(x.double(), want, rtol=1e-4, atol=1e-5 * want.abs().max().item())
 
 
 @pytest.mark.parametrize("far", [-1e12, -123456.7, 3.3e10, 400.0])
