@@ -100,19 +100,30 @@ ATTN_EXT_INLINE void stream_bytes(const char* from, char* to, int64_t count) {
   memcpy(to + lines, from + lines, static_cast<size_t>(count - lines));
 }
 
+// Where in `stage`, a line more than what is staged, lies as far from a line's beginning as `to`.
+template <typename Element>
+ATTN_EXT_INLINE Element* staged_at(Element* stage, const Element* to) {
+  return stage + reinterpret_cast<uintptr_t>(to) % kLineBytes / sizeof(Element);
+}
+
+template <typename Element>
+ATTN_EXT_INLINE void stream_rows(const Element* staged, Element* to, int64_t count) {
+  stream_bytes(reinterpret_cast<const char*>(staged), reinterpret_cast<char*>(to),
+               count * static_cast<int64_t>(sizeof(Element)));
+}
+
 // Rows of a gradient that lie one after the other, scale * from (rows, stride), by way of `stage` past the
-// caches: a line that is written in part has to be read first. stage: a line more than the rows are long.
+// caches: a line that is written in part has to be read first.
 template <typename S>
 void stream_gradient_rows(const typename S::Accum* from, int64_t stride, typename S::Element* to,
                           int64_t rows, int64_t count, typename S::Accum scale, typename S::Element* stage) {
   using T = typename S::Accum;
   using Element = typename S::Element;
-  stage += reinterpret_cast<uintptr_t>(to) % kLineBytes / sizeof(Element);
+  stage = staged_at(stage, to);
   for (int64_t r = 0; r < rows; ++r) {
     write_scaled_row<false, T, Element>(from + r * stride, stage + r * count, count, broadcast(scale));
   }
-  stream_bytes(reinterpret_cast<const char*>(stage), reinterpret_cast<char*>(to),
-               rows * count * static_cast<int64_t>(sizeof(Element)));
+  stream_rows(stage, to, rows * count);
 }
 
 template <typename S>

@@ -27,15 +27,22 @@ void FewRowsBlock<S>::add_bad_rows(const KeySide& side, Range keys) const {
 // Into the caller's tensor.
 template <typename S>
 void FewRowsBlock<S>::store_key_side(const KeySide& side, const ResultView& grad, Range keys) const {
+  constexpr int64_t kSize = sizeof(Element);
   const int64_t dim = side.dim, padded = padded_dim<S>(dim), width = panel_width_of<S>(dim);
-  if (!side.has_bad_rows && writes_from_registers<S>(grad, rows_, dim)) {
+  const int64_t count = keys.end - keys.begin;
+  // Past the caches by whole lines: a line that is written in part has to be read first.
+  const bool staged = streamed_ && !grad.wide && grad.row_stride == dim && grad.column_stride == 1 &&
+                      dim * kSize % kLineBytes != 0;
+  if (!side.has_bad_rows && writes_from_registers(grad, rows_)) {
     Element* to = row_pointer<Element>(grad, unit_.batch, unit_.key_head, keys.begin);
-    return write_outer<S>(
-        {side.left, side.right, padded, to, grad.row_stride, keys.end - keys.begin, dim, side.scale}, rows_,
-        streamed_ && streams_from_registers<S>(grad, to, dim));
+    OuterProduct<S> product{side.left, side.right, padded, to, grad.row_stride, count, dim, side.scale};
+    if (!staged) return write_outer(product, rows_, streamed_ && streams_from_registers<S>(grad, to, dim));
+    product.to = staged_at(s_.stage, to);
+    write_outer(product, rows_, false);
+    return stream_rows(product.to, to, count * dim);
   }
   MultiplyArgs<PlainProduct<T>> args{};
-  args.rows = keys.end - keys.begin;
+  args.rows = count;
   args.columns = dim;
   args.depth = rows_;
   args.left = side.left;
@@ -47,11 +54,9 @@ void FewRowsBlock<S>::store_key_side(const KeySide& side, const ResultView& grad
   args.out_stride = padded;
   multiply<PlainProduct<T>, false>(args);
   if (side.has_bad_rows) add_bad_rows(side, keys);
-  constexpr int64_t kSize = sizeof(Element);
-  if (streamed_ && !grad.wide && grad.row_stride == dim && grad.column_stride == 1 &&
-      dim * kSize % kLineBytes != 0) {
+  if (staged) {
     Element* to = row_pointer<Element>(grad, unit_.batch, unit_.key_head, keys.begin);
-    return stream_gradient_rows<S>(s_.out, padded, to, keys.end - keys.begin, dim, side.scale, s_.stage);
+    return stream_gradient_rows<S>(s_.out, padded, to, count, dim, side.scale, s_.stage);
   }
   const HeadGradient<S> result{grad, unit_.batch, unit_.key_head, dim, side.scale, streamed_};
   result.write(s_.out, padded, keys);
@@ -61,7 +66,7 @@ void FewRowsBlock<S>::store_key_side(const KeySide& side, const ResultView& grad
 template <typename S>
 void FewRowsBlock<S>::add_grad_query(const Matrix<Element>& key, int64_t first_key, bool finite) const {
   const int64_t padded = padded_dim<S>(key.columns);
-  if (finite && key.column_stride == 1 && fits_registers<S>(rows_, key.columns)) {
+  if (finite && key.column_stride == 1 && rows_ <= kRegisterRows) {
     return add_keys<S>({grads_, key.data, key.row_stride, key.rows, key.columns, s_.grad_query, padded},
                        rows_);
   }

@@ -12,7 +12,7 @@ namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 
 constexpr int kColumnVectors = 4;  // of a row at a time
 
-// to (keys, columns) = scale left (rows, kStepKeys)^T . right (rows, right_stride); columns in whole vectors
+// to (keys, columns) = scale left (rows, kStepKeys)^T . right (rows, right_stride), right in whole vectors
 template <typename S>
 struct OuterProduct {
   using T = typename S::Accum;
@@ -24,7 +24,10 @@ struct OuterProduct {
   T scale;
 };
 
-template <typename S, int Rows, int Vectors, bool Streamed>
+// How some columns are written; a last vector of fewer columns than it has lanes in part.
+enum class Write : int8_t { kWhole, kPart, kPastCaches };
+
+template <typename S, int Rows, int Vectors, Write How>
 ATTN_EXT_INLINE void write_outer_columns(const OuterProduct<S>& m, int64_t column) {
   using T = typename S::Accum;
   Vec<T> right[Rows][Vectors];
@@ -46,24 +49,26 @@ ATTN_EXT_INLINE void write_outer_columns(const OuterProduct<S>& m, int64_t colum
     }
 #pragma GCC unroll 4
     for (int v = 0; v < Vectors; ++v) {
-      const auto element = to_element(sums[v] * scale, to);
-      if constexpr (Streamed) {
-        stream(to + v * S::kLane, element);
+      if constexpr (How == Write::kPart) {
+        store_element_partial(to, sums[v] * scale, m.columns - column);
+      } else if constexpr (How == Write::kPastCaches) {
+        stream(to + v * S::kLane, to_element(sums[v] * scale, to));
       } else {
-        memcpy(to + v * S::kLane, &element, sizeof(element));
+        store_element(to + v * S::kLane, sums[v] * scale);
       }
     }
   }
 }
 
-template <typename S, int Rows, bool Streamed>
+template <typename S, int Rows, Write How>
 void write_outer(const OuterProduct<S>& m) {
   int64_t c = 0;
   for (; c + kColumnVectors * S::kLane <= m.columns; c += kColumnVectors * S::kLane) {
-    write_outer_columns<S, Rows, kColumnVectors, Streamed>(m, c);
+    write_outer_columns<S, Rows, kColumnVectors, How>(m, c);
   }
-  for (; c + 2 * S::kLane <= m.columns; c += 2 * S::kLane) write_outer_columns<S, Rows, 2, Streamed>(m, c);
-  if (c < m.columns) write_outer_columns<S, Rows, 1, Streamed>(m, c);
+  for (; c + 2 * S::kLane <= m.columns; c += 2 * S::kLane) write_outer_columns<S, Rows, 2, How>(m, c);
+  for (; c + S::kLane <= m.columns; c += S::kLane) write_outer_columns<S, Rows, 1, How>(m, c);
+  if (c < m.columns) write_outer_columns<S, Rows, 1, Write::kPart>(m, c);
 }
 
 // out (rows, out_stride) += left (rows, kStepKeys) . keys (count, columns)
@@ -78,7 +83,7 @@ struct KeyProduct {
   int64_t out_stride;
 };
 
-template <typename S, int Rows, int Vectors>
+template <typename S, int Rows, int Vectors, bool Partial = false>
 ATTN_EXT_INLINE void add_key_columns(const KeyProduct<S>& m, int64_t column) {
   using T = typename S::Accum;
   Vec<T> sums[Rows][Vectors];
@@ -91,7 +96,9 @@ ATTN_EXT_INLINE void add_key_columns(const KeyProduct<S>& m, int64_t column) {
   for (int64_t j = 0; j < m.count; ++j, key += m.key_stride) {
     Vec<T> row[Vectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < Vectors; ++v) row[v] = load_compute(key + v * S::kLane);
+    for (int v = 0; v < Vectors; ++v) {
+      row[v] = Partial ? load_compute_partial(key, m.columns - column) : load_compute(key + v * S::kLane);
+    }
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r) {
       const Vec<T> left = broadcast(m.left[r * kStepKeys + j]);
@@ -112,18 +119,13 @@ void add_keys(const KeyProduct<S>& m) {
   for (; c + kColumnVectors * S::kLane <= m.columns; c += kColumnVectors * S::kLane) {
     add_key_columns<S, Rows, kColumnVectors>(m, c);
   }
-  for (; c < m.columns; c += S::kLane) add_key_columns<S, Rows, 1>(m, c);
-}
-
-template <typename S>
-ATTN_EXT_INLINE bool fits_registers(int64_t rows, int64_t columns) {
-  return rows <= kRegisterRows && columns % S::kLane == 0;
+  for (; c + S::kLane <= m.columns; c += S::kLane) add_key_columns<S, Rows, 1>(m, c);
+  if (c < m.columns) add_key_columns<S, Rows, 1, true>(m, c);
 }
 
 // Whether a gradient can be written so; streamed: by whole lines.
-template <typename S>
-ATTN_EXT_INLINE bool writes_from_registers(const ResultView& grad, int64_t rows, int64_t columns) {
-  return fits_registers<S>(rows, columns) && !grad.wide && grad.column_stride == 1;
+ATTN_EXT_INLINE bool writes_from_registers(const ResultView& grad, int64_t rows) {
+  return rows <= kRegisterRows && !grad.wide && grad.column_stride == 1;
 }
 template <typename S>
 ATTN_EXT_INLINE bool streams_from_registers(const ResultView& grad, const typename S::Element* to,
@@ -152,7 +154,7 @@ template <typename S>
 void write_outer(const OuterProduct<S>& m, int64_t rows, bool streamed) {
   with_rows(rows, [&](auto count) {
     constexpr int kRows = decltype(count)::value;
-    streamed ? write_outer<S, kRows, true>(m) : write_outer<S, kRows, false>(m);
+    streamed ? write_outer<S, kRows, Write::kPastCaches>(m) : write_outer<S, kRows, Write::kWhole>(m);
   });
 }
 
