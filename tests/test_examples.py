@@ -510,15 +510,21 @@ class TestCliffs:
         command = [sys.executable, ROOT / "benchmarks/cliffs.py", "--walks", "causal", "--turns", "1"]
         command += ["--mode", "fwd", "--dtype", "float32", "--most", "1000"]
         printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        assert printed == "0 cliffs of more than 1000.0 x in 1 walks\n"
+        assert printed == "0 cliffs of more than 1000.0 x in 1 walks, 0 of them known\n"
 
-    def test_says_what_it_found_and_fails(self, cliffs, monkeypatch, capsys):
-        found = iter([{"Lq 9": "Lq 9 is slow"}, {}])
+    @pytest.mark.parametrize(
+        ("shape", "steep", "known", "fails"),
+        [("Lq 9", 1.4, "", 1), ("Lq 33", 1.4, ", most of it empty)", 0), ("Lq 33", 1.9, "", 1)],
+        ids=["new", "known", "steeper"],
+    )
+    def test_says_what_it_found_and_fails(self, cliffs, monkeypatch, capsys, shape, steep, known, fails):
+        found = iter([{}, {shape: cliffs.Step(f"{shape} is slow", steep)}])
         monkeypatch.setattr(cliffs, "walk", lambda *of_walk: next(found))
         command = ["cliffs.py", "--walks", "query_length", "--mode", "fwd", "bwd", "--dtype", "float32"]
         monkeypatch.setattr(sys, "argv", command)
-        assert cliffs.main() == 1
-        assert capsys.readouterr().out.splitlines() == [
-            "query_length fwd float32: Lq 9 is slow",
-            "1 cliffs of more than 1.3 x in 2 walks",
-        ]
+        assert cliffs.main() == fails
+        line, summary = capsys.readouterr().out.splitlines()
+        assert line.startswith(f"query_length bwd float32: {shape} is slow") and line.endswith(
+            known or "slow"
+        )
+        assert summary == f"1 cliffs of more than 1.3 x in 2 walks, {1 - fails} of them known"
