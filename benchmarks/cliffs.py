@@ -5,8 +5,8 @@
 
 Each walk changes one thing about a call, in small steps; its shapes are timed in turns, and the least time
 counts. Two neighbours whose times for a flop of visible work differ by more than --most times are printed,
-and the exit status is 1, unless each is a step that is KNOWN, and no steeper (--strict: 1 anyway). It is no cliff where
-the one with more work is as fast in all: a step up to a whole vector.
+and the exit status is 1, unless each is a step that is KNOWN, and no steeper (--strict: 1 anyway). It is no
+cliff where the one with more work is as fast in all: a step up to a whole vector.
 """
 
 import argparse
