@@ -280,6 +280,16 @@ def test_a_far_sink_has_all_of_a_row_that_sees_no_key(hidden, lengths, far, devi
     torch.testing.assert_close(grad, along.sum(1))
 
 
+@pytest.mark.parametrize("sink", [torch.inf, torch.nan])
+@pytest.mark.parametrize("hidden", ["by a row", "by keys"])
+def test_a_sink_that_is_not_finite_gives_a_row_that_sees_no_key_nan(hidden, sink, device):
+    query, key = torch.randn(2, 3, 8, device=device), torch.randn(2, 40, 8, device=device)
+    seen = torch.zeros(3, 1 if hidden == "by a row" else 40, dtype=torch.bool, device=device)
+    sinks = torch.full((2,), sink, device=device, requires_grad=True)
+    _, lse = attn_ext.sdpa_with_lse(query, key, key, seen, sinks=sinks)
+    assert torch.autograd.grad(lse.sum(), sinks)[0].isnan().all()
+
+
 def test_undefined_output_gradients_count_as_zero(device):
     arguments = Case("", mask="bias", sinks=True).build(torch.float64, device)
     output, lse = arguments(torch.ops.attn_ext.sdpa_with_lse)

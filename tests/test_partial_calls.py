@@ -238,6 +238,15 @@ def test_what_is_not_finite_shows_where_the_whole_call_shows_it(lengths):
 # Rows far from 0
 
 
+@pytest.mark.parametrize("far", [300.0, -1e9, -5e10, -1e12])
+def test_a_sink_beside_biases_as_far_has_the_weight_of_a_key(far):
+    """Each piece's output and lse say so alike, or merged they would not."""
+    query, key = torch.zeros(1, 2, 5, 16), torch.randn(1, 2, 60, 16)
+    options = {"attn_mask": torch.full((5, 60), far), "sinks": torch.full((2,), far)}
+    output, _ = merged(Arguments(query, key, torch.ones_like(key), options), (0, 20, 40, 60))
+    torch.testing.assert_close(output, torch.full_like(query, 60 / 61), rtol=2e-3, atol=0)
+
+
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("far", [-300.0, 5e3, -6e4, -1e9, 1e9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

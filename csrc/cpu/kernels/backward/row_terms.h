@@ -143,11 +143,13 @@ ATTN_EXT_INLINE Vec<typename S::Accum> add_to_sum(const typename S::Accum* score
 template <typename S>
 ATTN_EXT_INLINE typename S::Accum sink_share(const BackwardParams& params, int64_t batch, int64_t head,
                                              int64_t row) {
-  const double sink = static_cast<double>(sink_of<typename S::Element>(params.rule, batch, head));
+  using T = typename S::Accum;
+  const T sink = sink_of<typename S::Element>(params.rule, batch, head);
   const double lse = lse_of_row<S>(params, batch, head, row);
-  if (sink == -kInfinity<double> || lse == -kInfinity<double>) return 0;
-  if (params.delta == nullptr && row_is_masked(params.rule, batch, head, row)) return 1;
-  return exp2<typename S::Accum>(broadcast(static_cast<typename S::Accum>((sink - lse) * kLog2E)))[0];
+  if (sink == -kInfinity<T> || lse == -kInfinity<double>) return 0;
+  // All of the row, but for an infinite one, which is NaN.
+  if (params.delta == nullptr && row_is_masked(params.rule, batch, head, row)) return 1 + (sink - sink);
+  return exp2<T>(broadcast(static_cast<T>(sink_in_log2<T>(sink) - lse * kLog2E)))[0];
 }
 
 // A far row's weights are scale 2^(s - top), top the maximum of the row and its sink.
@@ -188,15 +190,23 @@ ATTN_EXT_INLINE FarRow<typename S::Accum> far_row(const BackwardParams& params, 
   return far_row<T>(row_max, row_sum, sink_of<typename S::Element>(params.rule, batch, head));
 }
 
+// Whether anything but lse tells what the weights of a far row are: of one that sees none of these keys its
+// sink does, but where other parts may have all of it.
+template <typename S>
+ATTN_EXT_INLINE bool is_told(const BackwardParams& params, int64_t batch, int64_t head,
+                             typename S::Accum row_max) {
+  using T = typename S::Accum;
+  return row_max != -kInfinity<T> ||
+         (params.delta == nullptr && sink_of<typename S::Element>(params.rule, batch, head) != -kInfinity<T>);
+}
+
 // From the maxima and sums of far rows to what their weights are made of.
 template <typename S>
 void finish_far_rows(const BackwardParams& params, const RowTerms<S>& terms, int64_t batch, int64_t head,
                      Range rows) {
   using T = typename S::Accum;
   for (int64_t r = 0; r < rows.end - rows.begin; ++r) {
-    if (!is_far(terms.lse[r])) continue;
-    // Other parts have all of such a row.
-    if (params.delta != nullptr && terms.row_max[r] == -kInfinity<T>) continue;
+    if (!is_far(terms.lse[r]) || !is_told<S>(params, batch, head, terms.row_max[r])) continue;
     const FarRow<T> row = far_row<S>(params, batch, head, rows.begin + r, terms.row_max[r], terms.row_sum[r]);
     terms.lse[r] = row.top;
     terms.row_scale[r] = row.scale;

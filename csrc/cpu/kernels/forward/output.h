@@ -40,8 +40,7 @@ template <typename S>
 void QueryBlock<S>::gather_sinks(int64_t band) {
   for (int64_t r = band; r < band + band_rows(band); ++r) {
     const T sink = sink_of<Element>(params_.rule, batch_, s_.row_head[r]);
-    const T exact = static_cast<T>(sink * kLog2E);  // rounded once, but where scores as far would not be
-    s_.lse[r] = exact >= -kFarScore && exact <= kFarScore ? exact : in_log2<T>(sink);
+    s_.lse[r] = static_cast<T>(sink_in_log2<T>(sink));
   }
 }
 
@@ -123,7 +122,7 @@ double QueryBlock<S>::double_lse(int64_t r) const {
   if (!(lse - lse == 0) || lse > kFarthest<T> / 2 || lse < -kFarthest<T> / 2) return lse;
   const auto power = [](double x) { return exp2<double>(broadcast(x))[0]; };
   const double row_max = static_cast<double>(s_.row_max[r]);
-  const double sink = static_cast<double>(sink_of<Element>(params_.rule, batch_, s_.row_head[r])) * kLog2E;
+  const double sink = sink_in_log2<T>(sink_of<Element>(params_.rule, batch_, s_.row_head[r]));
   const double top = sink > row_max ? sink : row_max;
   const double sum = static_cast<double>(s_.row_sum[r]) * power(row_max - top) + power(sink - top);
   return top * kLn2 + log_normal<double>(broadcast(sum))[0];

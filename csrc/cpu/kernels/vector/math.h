@@ -152,6 +152,13 @@ ATTN_EXT_INLINE T in_log2(T x) {
   return y > kMost ? kMost : y < -kMost ? -kMost : y;
 }
 
+// A sink: rounded once by the caller, but where biases as far from 0 are not.
+template <typename T>
+ATTN_EXT_INLINE double sink_in_log2(T sink) {
+  const double exact = static_cast<double>(sink) * kLog2E;
+  return exact >= -kFarScore && exact <= kFarScore ? exact : static_cast<double>(in_log2<T>(sink));
+}
+
 // log x = n ln 2 + 2 atanh((m - 1) / (m + 1)), x = 2^n m with m in [sqrt(1/2), sqrt(2)), for normal x > 0.
 template <typename T>
 ATTN_EXT_INLINE Vec<T> log_normal(Vec<T> x) {

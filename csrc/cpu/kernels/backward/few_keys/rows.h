@@ -21,12 +21,9 @@ void FewKeysUnit<S>::draw_row(int64_t row) const {
 template <typename S>
 typename S::Accum FewKeysUnit<S>::set_far_row(int64_t row, RowSpan<S>& span) const {
   const T top = lane_max<T>(add_to_max<S>(span.scores, 0, stride_, units_, broadcast(-kInfinity<T>)));
+  if (!is_told<S>(params_, unit_.batch, head_, top)) return sink_share<S>(params_, unit_.batch, head_, row);
   Vec<T> sums = {};
-  if (top == -kInfinity<T>) {
-    if (params_.delta != nullptr) return sink_share<S>(params_, unit_.batch, head_, row);
-  } else {
-    sums = add_to_sum<S>(span.scores, 0, stride_, units_, broadcast(top), sums);
-  }
+  if (top != -kInfinity<T>) sums = add_to_sum<S>(span.scores, 0, stride_, units_, broadcast(top), sums);
   const FarRow<T> far = far_row<S>(params_, unit_.batch, head_, row, top, lane_sum<T>(sums));
   span.lse = {far.top};
   span.row_scale = {far.scale};
