@@ -60,6 +60,12 @@ ATTN_EXT_INLINE void write_outer_columns(const OuterProduct<S>& m, int64_t colum
   }
 }
 
+// Apart: beside whole vectors it would cost them some percent.
+template <typename S, int Rows>
+__attribute__((noinline)) void write_outer_part(const OuterProduct<S>& m, int64_t column) {
+  write_outer_columns<S, Rows, 1, Write::kPart>(m, column);
+}
+
 template <typename S, int Rows, Write How>
 void write_outer(const OuterProduct<S>& m) {
   int64_t c = 0;
@@ -68,7 +74,7 @@ void write_outer(const OuterProduct<S>& m) {
   }
   for (; c + 2 * S::kLane <= m.columns; c += 2 * S::kLane) write_outer_columns<S, Rows, 2, How>(m, c);
   for (; c + S::kLane <= m.columns; c += S::kLane) write_outer_columns<S, Rows, 1, How>(m, c);
-  if (c < m.columns) write_outer_columns<S, Rows, 1, Write::kPart>(m, c);
+  if (c < m.columns) write_outer_part<S, Rows>(m, c);
 }
 
 // out (rows, out_stride) += left (rows, kStepKeys) . keys (count, columns)
@@ -114,13 +120,18 @@ ATTN_EXT_INLINE void add_key_columns(const KeyProduct<S>& m, int64_t column) {
 }
 
 template <typename S, int Rows>
+__attribute__((noinline)) void add_key_part(const KeyProduct<S>& m, int64_t column) {
+  add_key_columns<S, Rows, 1, true>(m, column);
+}
+
+template <typename S, int Rows>
 void add_keys(const KeyProduct<S>& m) {
   int64_t c = 0;
   for (; c + kColumnVectors * S::kLane <= m.columns; c += kColumnVectors * S::kLane) {
     add_key_columns<S, Rows, kColumnVectors>(m, c);
   }
   for (; c + S::kLane <= m.columns; c += S::kLane) add_key_columns<S, Rows, 1>(m, c);
-  if (c < m.columns) add_key_columns<S, Rows, 1, true>(m, c);
+  if (c < m.columns) add_key_part<S, Rows>(m, c);
 }
 
 // Whether a gradient can be written so; streamed: by whole lines.
