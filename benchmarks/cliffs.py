@@ -284,6 +284,9 @@ class Known:
 KNOWN = (
     Known("layout_.*", ".*", ".* blhdx.*", 14, "numbers between others': three times the memory"),
     Known("layout_.*", ".*", ".* bhdl.*", 2, "a few rows: values are turned around in registers"),
+    Known(
+        "head_dim_one_row", "bwd", r"D \d*[13579], .*", 1.9, "a vector more, most of it empty; lines in part"
+    ),
     Known("(key_length|head_dim|heads|group)_one_row", ".*", ".*", 2.5, "memory: keys outgrow a cache"),
     Known("window_one_row", "bwd", ".*", 7, "all keys have gradients, which are written as zeros"),
     Known("pooled_.*", ".*", ".*", 1.7, "keys are met sixteen at a time; memory outgrows a cache"),
