@@ -506,6 +506,11 @@ class TestCliffs:
         assert list(cliffs.cliffs_of(calls, [1e-3, 3e-3, 2e-3, overhead], 1.3)) == ["Lk 200"]
         assert not cliffs.cliffs_of(calls[1:], [1e-3, 1e-3, overhead], 1.3)
 
+    def test_no_later_reason_makes_up_for_a_step_that_is_too_steep(self, cliffs):
+        for steep, known in ((1.8, True), (2.2, False)):  # of dims beside a vector; of memory 2.5
+            reason = cliffs.reason_for("head_dim_one_row", "bwd", "D 65, one row", cliffs.Step("", steep))
+            assert (reason is not None) == known
+
     def test_walks(self):
         command = [sys.executable, ROOT / "benchmarks/cliffs.py", "--walks", "causal", "--turns", "1"]
         command += ["--mode", "fwd", "--dtype", "float32", "--most", "1000"]
