@@ -244,6 +244,24 @@ def test_so_has_a_large_one_whether_it_is_read_once_or_twice(rows, keys, batch, 
     assert torch.equal(output, attn_ext.sdpa(query, key, value, mask.contiguous()))
 
 
+# 17 MB: from 8 MB on, a few keys of several heads are read at a time on some processors, where these lie so.
+@pytest.mark.same_bits
+@pytest.mark.parametrize(("heads", "rows"), [(8, 1), (8, 6), (16, 2)])
+@pytest.mark.parametrize("special", [0.0, float("nan")], ids=str)
+@pytest.mark.parametrize("is_seen", [False, True])
+def test_few_rows_read_many_keys_of_heads_beside_each_other(heads, rows, special, is_seen, device):
+    query = torch.randn(1, heads, rows, 64, device=device)
+    key, value = torch.randn(2, 1, 4201, 8, 64, device=device).transpose(2, 3)
+    value[0, 2, 4000, 5] = special
+    mask = torch.rand(rows, 4201, device=device) > 0.3
+    mask[:, 4000] = is_seen
+    results = []
+    for layout in (lambda t: t, torch.Tensor.contiguous):
+        results.append(attn_ext.sdpa_with_lse(query, layout(key), layout(value), mask, enable_gqa=heads > 8))
+    for beside, apart in zip(*results, strict=True):
+        torch.testing.assert_close(beside, apart, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize(
     ("mask", "options", "copied"),
     [

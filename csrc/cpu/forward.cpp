@@ -7,6 +7,7 @@
 #include "../aten/sdpa_aten.h"
 #include "call.h"
 #include "fork.h"
+#include "kernels/interface/memory_ahead.h"
 #include "outputs.h"
 #include "packed.h"
 #include "planned_call.h"
@@ -15,6 +16,12 @@
 namespace attn_ext::cpu {
 
 namespace {
+
+ForwardParams params_of(const Inputs& inputs) {
+  auto params = params_over<ForwardParams>(inputs);
+  params.most_bytes_head_by_head = most_bytes_head_by_head();
+  return params;
+}
 
 void run_forward(const KernelTable& table, at::ScalarType dtype, const ForwardParams& params) {
   const int threads = useful_threads(work_of(params.shape));
@@ -49,7 +56,7 @@ SdpaOutputs forward_cpu(const SdpaArgs& args, SideOutputs wanted) {
   SdpaOutputs outputs;
   outputs.output = empty_output_like(args.query, sizes, output_dtype(args));
   outputs.lse = empty_output(sizes, {sizes.query_len}, lse_dtype(args));
-  auto params = params_over<ForwardParams>(inputs);
+  ForwardParams params = params_of(inputs);
   add_output(inputs, params, outputs.output);
   if (lse_dtype(args) == accumulated) {
     params.lse = outputs.lse.mutable_data_ptr();
@@ -90,7 +97,7 @@ at::Tensor output_cpu(const SdpaArgs& args, const std::vector<Sequence>* sequenc
   const CallSizes& sizes = inputs.sizes;
   const auto dtype = args.query.scalar_type();
   at::Tensor output = empty_output_like(args.query, sizes, dtype);
-  auto params = params_over<ForwardParams>(inputs);
+  ForwardParams params = params_of(inputs);
   add_output(inputs, params, output);
   if (sequences != nullptr) {
     run_packed_forward(*table, args, params, *sequences, {output, {}, {}, {}});

@@ -615,6 +615,7 @@ std::vector<Case> cases() {
 }
 
 std::set<cpu::ForwardPath> paths;  // that cases have taken
+int64_t most_heads_beside = 0;
 
 void run_case(const cpu::KernelSet& isa, Case c, ScalarKind dtype) {
   c.dtype = dtype;
@@ -625,8 +626,41 @@ void run_case(const cpu::KernelSet& isa, Case c, ScalarKind dtype) {
   if (kRacesOnly) c.threads = std::max(c.threads, kRacingThreads);
   paths.insert(run_forward(*isa.kernels, params, c.threads).path);
   static const char* const names[] = {"none", "float64", "float32", "bfloat16", "float16"};
+  Outputs beside;
+  cpu::ForwardParams by_pages = make_params(c, in, beside);
+  by_pages.most_bytes_head_by_head = 0;
+  const cpu::ForwardPlan plan = run_forward(*isa.kernels, by_pages, c.threads);
+  most_heads_beside = std::max(most_heads_beside, plan.pieces.heads_beside);
   if (kRacesOnly) return;
-  compare(c, in, out, std::string(isa.name) + " " + names[static_cast<int>(dtype)] + " " + c.name);
+  const std::string what = std::string(isa.name) + " " + names[static_cast<int>(dtype)] + " " + c.name;
+  compare(c, in, out, what);
+  if (plan.pieces.heads_beside > 1) compare(c, in, beside, what + ", heads beside each other");
+}
+
+// Whether some keys of several heads are read at a time, where heads lie between each other, or all of a
+// piece of one: for one thread, and for many.
+void same_bits_beside(const cpu::KernelSet& isa, Case c, int64_t key_heads, int64_t dim) {
+  c.placement.order = "brhc";
+  c.key_heads = key_heads, c.query_heads = 2 * key_heads, c.head_dim = dim;
+  const Inputs in = make_inputs(c, 11);
+  Outputs alone;
+  cpu::ForwardParams params = make_params(c, in, alone);
+  params.most_bytes_head_by_head = INT64_MAX;
+  check(run_forward(*isa.kernels, params, 1).pieces.heads_beside <= 1, "heads one by one");
+  const int64_t rows = c.batch * c.query_heads * c.query_len;
+  const auto bytes = static_cast<size_t>(rows * c.value_dim * size_of(c.dtype));
+  const auto lse_bytes = static_cast<size_t>(rows * size_of(accumulator(c.dtype)));
+  for (const int threads : {1, 3}) {
+    Outputs beside;
+    params = make_params(c, in, beside);
+    params.most_bytes_head_by_head = 0;
+    const cpu::ForwardPlan plan = run_forward(*isa.kernels, params, threads);
+    most_heads_beside = std::max(most_heads_beside, plan.pieces.heads_beside);
+    check(std::memcmp(alone.output.view.data, beside.output.view.data, bytes) == 0 &&
+              std::memcmp(alone.lse.view.data, beside.lse.view.data, lse_bytes) == 0,
+          std::string(isa.name) + " same bits beside other heads, Lq " + std::to_string(c.query_len) +
+              " Lk " + std::to_string(c.key_len));
+  }
 }
 
 // The bits of a head's rows: alone, in a batch, beside other heads of its group, for any number of threads.
@@ -647,6 +681,9 @@ void same_bits(const cpu::KernelSet& isa, ScalarKind dtype, int64_t lq, int64_t 
     check(std::memcmp(first.output.view.data, again.output.view.data, bytes) == 0,
           std::string(isa.name) + " same bits, threads " + std::to_string(threads) + " Lq " +
               std::to_string(lq));
+  }
+  if (!kRacesOnly) {
+    for (const int64_t dim : {16, 33, 260}) same_bits_beside(isa, c, 5, dim);
   }
   Case single = c;
   single.batch = single.query_heads = single.key_heads = 1;
@@ -732,6 +769,8 @@ int64_t run_all(const cpu::KernelSet& isa, Selection selection) {
       }
     }
   }
+  check(most_heads_beside > 1 || !selection.is_whole() || !has_own_kernels(isa, ScalarKind::kFloat32),
+        std::string(isa.name) + ": no case reads heads beside each other");
   small_weights(isa);
   lowest_bias(isa);
   return count;

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "../interface/forward.h"
+#include "heads_beside.h"
 #include "output.h"
 #include "packed_head.h"
 #include "plan.h"
@@ -54,13 +55,16 @@ class KeyPieces {
   };
 
   Piece piece_at(int64_t i) const {
-    return plan_.pieces.heads_together ? Piece{i % shape_.key_heads, i / shape_.key_heads}
-                                       : Piece{i / plan_.pieces.count, i % plan_.pieces.count};
+    const int64_t count = plan_.pieces.count, heads = plan_.pieces.heads_beside;
+    if (!plan_.pieces.heads_together) return {i / count, i % count};
+    const int64_t sections = ceil_div(shape_.key_heads, heads);
+    return {i % sections * heads, i / sections};
   }
   // body(batch, piece, the next one; of index -1 if it is the last)
   template <typename Body>
   void each_piece(int64_t task, Body body) const {
-    const int64_t all = plan_.pieces.count * shape_.key_heads, tasks = ceil_div(all, plan_.pieces.per_task);
+    const int64_t all = plan_.pieces.count * ceil_div(shape_.key_heads, plan_.pieces.heads_beside);
+    const int64_t tasks = ceil_div(all, plan_.pieces.per_task);
     const int64_t batch = task / tasks, first = task % tasks * plan_.pieces.per_task;
     const int64_t end = smaller(first + plan_.pieces.per_task, all);
     for (int64_t i = first; i < end; ++i) {
@@ -92,14 +96,27 @@ class KeyPieces {
     if (!S::Product::kInRegisters || !are_enough(rows)) return false;
     return are_enough(rows / 2) || !key_heads_interleave(params);
   }
+  static int64_t bytes_of_keys(const ForwardParams& params) {
+    const AttentionShape& shape = params.shape;
+    return shape.batch * shape.key_heads * shape.key_len * (shape.head_dim + shape.value_dim) *
+           static_cast<int64_t>(sizeof(Element));
+  }
+  static void plan_heads_beside(const ForwardParams& params, int threads, ForwardPlan& plan);
   PackedHead<S> pack_piece(int64_t batch, int64_t key_head, Range keys) const;
   void add_key_mass(int64_t batch, int64_t key_head, int64_t piece) const;
   void run_piece(int64_t batch, const Piece& piece, const Piece& next);
-  // Whether the scratch holds the rows of this head, all in one block, from the piece that was run before.
-  bool holds_rows_of(int64_t batch, int64_t key_head) const {
-    return batch == batch_of_rows_ && key_head == head_of_rows_ &&
-           group_size(shape_) * shape_.query_len <= plan_.block_rows;
+  void run_head(int64_t batch, const Piece& piece, const Piece& next);
+  bool run_heads_beside(int64_t batch, const Piece& piece, const Piece& next, int64_t heads);
+  // Whether the scratch holds the rows of these heads, all in one block, from the piece that was run before.
+  bool holds_rows_of(int64_t batch, int64_t key_head, int64_t heads) {
+    const bool holds = batch == batch_of_rows_ && key_head == head_of_rows_ && heads == heads_of_rows_ &&
+                       heads * group_size(shape_) * shape_.query_len <= plan_.block_rows;
+    batch_of_rows_ = batch;
+    head_of_rows_ = key_head;
+    heads_of_rows_ = heads;
+    return holds;
   }
+  void end_piece(QueryBlock<S>& block, int64_t batch, int64_t rows, int64_t piece);
   void unsign_zeros(int64_t rows) const;
   void keep_rows(int64_t batch, int64_t rows, int64_t piece) const {
     const int64_t width = query_.output_stride;
@@ -148,13 +165,14 @@ class KeyPieces {
   T* const shared_;
   Arena arena_;
   const QueryScratch<S> query_;
-  int64_t batch_of_rows_ = -1, head_of_rows_ = -1;
+  int64_t batch_of_rows_ = -1, head_of_rows_ = -1, heads_of_rows_ = 0;
+  bool head_by_head_ = false;
 };
 
 template <typename S>
 void KeyPieces<S>::plan(const ForwardParams& params, int threads, ForwardPlan& plan) {
   const AttentionShape& shape = params.shape;
-  const int64_t key_units = shape.batch * shape.key_heads, query_units = shape.batch * shape.query_heads;
+  const int64_t query_units = shape.batch * shape.query_heads;
   const bool by_unit = plan.path == ForwardPath::kUnitRows;
   const bool few_rows = plan.path == ForwardPath::kFewRows || by_unit;
   plan.pieces.keys = plan.block_keys = piece_length(plan.path, shape);
@@ -174,15 +192,18 @@ void KeyPieces<S>::plan(const ForwardParams& params, int threads, ForwardPlan& p
     plan.pieces.packs_keys = !few_rows || (shares && packs(params.key));
     plan.pieces.packs_values = !few_rows || (shares && packs(params.value));
   }
+  plan.pieces.heads_beside = 1;
   plan.rounds = 3;
   if (query_units == 0 || shape.query_len == 0) return;
 
-  // Pieces that lie beside each other stream better; some tasks a thread are enough for an even share.
-  const int64_t even = key_units * plan.pieces.count / (kTasksPerThread * threads);
-  plan.pieces.per_task = few_rows ? larger(1, even) : 1;
   plan.pieces.heads_together = few_rows && key_heads_interleave(params);
+  if (few_rows) plan_heads_beside(params, threads, plan);
+  const int64_t sections = ceil_div(shape.key_heads, plan.pieces.heads_beside);
+  // Pieces that lie beside each other stream better; some tasks a thread are enough for an even share.
+  const int64_t even = shape.batch * sections * plan.pieces.count / (kTasksPerThread * threads);
+  plan.pieces.per_task = few_rows ? larger(1, even) : 1;
   plan.pieces.merged = plan.pieces.count > 1 || has_weights(params);
-  plan.round_tasks[0] = shape.batch * ceil_div(shape.key_heads * plan.pieces.count, plan.pieces.per_task);
+  plan.round_tasks[0] = shape.batch * ceil_div(sections * plan.pieces.count, plan.pieces.per_task);
   if (plan.pieces.merged) {
     plan.round_tasks[1] = query_units;
     if (looks_twice(params)) plan.round_tasks[2] = plan.round_tasks[0];
@@ -196,6 +217,24 @@ void KeyPieces<S>::plan(const ForwardParams& params, int threads, ForwardPlan& p
     take_packed_head<S>(params, plan, scratch, plan.pieces.keys);
   }
   plan.thread_bytes = scratch.used;
+}
+
+// Several heads a piece, where that leaves each thread as many tasks as an even share needs.
+template <typename S>
+void KeyPieces<S>::plan_heads_beside(const ForwardParams& params, int threads, ForwardPlan& plan) {
+  const AttentionShape& shape = params.shape;
+  const int64_t rows = group_size(shape) * shape.query_len;
+  const bool streams =
+      plan.path == ForwardPath::kFewRows && !plan.pieces.packs_keys && !plan.pieces.packs_values;
+  if (!streams || looks_twice(params) || bytes_of_keys(params) <= params.most_bytes_head_by_head) return;
+  int64_t heads = most_heads_beside<S>(params, rows);
+  const auto tasks = [&] { return shape.batch * ceil_div(shape.key_heads, heads) * plan.pieces.count; };
+  while (heads > 1 && threads > 1 && tasks() < kTasksPerThread * threads) heads /= 2;
+  if (heads <= 1) return;
+  heads = ceil_div(shape.key_heads, ceil_div(shape.key_heads, heads));  // as many in each
+  plan.pieces.heads_beside = heads;
+  plan.pieces.keys_beside = keys_of_heads_beside<S>(params, heads);
+  plan.block_rows = larger(plan.block_rows, heads * rows);
 }
 
 template <typename S>
@@ -223,6 +262,15 @@ void KeyPieces<S>::unsign_zeros(int64_t rows) const {
 
 template <typename S>
 void KeyPieces<S>::run_piece(int64_t batch, const Piece& piece, const Piece& next) {
+  const int64_t heads = smaller(plan_.pieces.heads_beside, shape_.key_heads - piece.key_head);
+  if (heads == 1) return run_head(batch, piece, next);
+  if (!head_by_head_ && run_heads_beside(batch, piece, next, heads)) return;
+  head_by_head_ = true;  // for the rest of the task: what is not finite is found out there
+  for (int64_t h = 0; h < heads; ++h) run_head(batch, {piece.key_head + h, piece.index}, {0, -1});
+}
+
+template <typename S>
+void KeyPieces<S>::run_head(int64_t batch, const Piece& piece, const Piece& next) {
   const int64_t group = group_size(shape_), rows = group * shape_.query_len, key_head = piece.key_head;
   const Range keys = piece_keys(piece.index);
   const PackedHead<S> packed = pack_piece(batch, key_head, keys);
@@ -231,20 +279,36 @@ void KeyPieces<S>::run_piece(int64_t batch, const Piece& piece, const Piece& nex
   if (plan_.pieces.per_task > 1) {
     block.set_next_piece(next.key_head, next.index < 0 ? Range{0, 0} : piece_keys(next.index));
   }
-  const bool again = holds_rows_of(batch, key_head);
-  batch_of_rows_ = batch;
-  head_of_rows_ = key_head;
+  const bool again = holds_rows_of(batch, key_head, 1);
   for (int64_t first = 0; first < rows; first += plan_.block_rows) {
     const int64_t count = smaller(plan_.block_rows, rows - first);
     block.set_rows(key_head * group, first, count, keys, again);
     block.attend(keys);
-    if (plan_.pieces.merged) {
-      keep_rows(batch, count, piece.index);
-    } else {
-      unsign_zeros(count);
-      block.finish();
-    }
+    end_piece(block, batch, count, piece.index);
   }
+}
+
+// False: has to be done head by head. A thread that has met NaN or Inf among values does so from then on.
+template <typename S>
+bool KeyPieces<S>::run_heads_beside(int64_t batch, const Piece& piece, const Piece& next, int64_t heads) {
+  if (*query_.met_bad_values != 0) return false;
+  const int64_t group = group_size(shape_), rows = heads * group * shape_.query_len;
+  const Range keys = piece_keys(piece.index);
+  const PackedHead<S> none{};
+  QueryBlock<S> block(params_, plan_, query_, none, batch);
+  if (keeps_weights(params_)) block.set_kept_weights(kept_rows(0, 0), kept_row_size(params_));
+  block.set_next_piece(next.key_head, next.index < 0 ? Range{0, 0} : piece_keys(next.index));
+  block.set_rows(piece.key_head * group, 0, rows, keys, holds_rows_of(batch, piece.key_head, heads));
+  if (!block.attend_beside(keys)) return false;
+  end_piece(block, batch, rows, piece.index);
+  return true;
+}
+
+template <typename S>
+void KeyPieces<S>::end_piece(QueryBlock<S>& block, int64_t batch, int64_t rows, int64_t piece) {
+  if (plan_.pieces.merged) return keep_rows(batch, rows, piece);
+  unsign_zeros(rows);
+  block.finish();
 }
 
 // The second look: the piece's keys again, now that the rows' maxima and sums over all keys are known.

@@ -91,6 +91,7 @@ template <typename S>
 void QueryBlock<S>::make_scores(int64_t band) {
   if constexpr (Product::kInRegisters) {
     if (plan_.path == ForwardPath::kFewRows) {
+      if (heads_beside_ > 1) return scores_beside();
       return plan_.pieces.packs_keys ? shared_scores(band) : stream_scores(band);
     }
   } else if (by_unit() && !plan_.pieces.packs_keys) {
@@ -102,6 +103,7 @@ void QueryBlock<S>::make_scores(int64_t band) {
 template <typename S>
 void QueryBlock<S>::add_values(int64_t band) {
   if constexpr (Product::kInRegisters) {
+    if (heads_beside_ > 1) return values_beside();
     if (plan_.path == ForwardPath::kFewRows && (careful_ || !plan_.pieces.packs_values))
       return stream_values(band);
   }

@@ -176,6 +176,9 @@ class QueryBlock {
   // same bits with and without them.
   void attend(Range keys, bool emit = false);
 
+  // The same for rows of several key heads, all in one band; false: has to be done head by head.
+  bool attend_beside(Range keys);
+
   // Divides by the row sums and writes output and lse.
   void finish();
 
@@ -232,6 +235,9 @@ class QueryBlock {
   template <typename Stored = Element>
   StoredRows<Stored> stored_values(int64_t column, int64_t columns) const {
     return {params_.value, params_.value_storage, batch_, key_head_, column, columns};
+  }
+  StoredRows<Element> stored_values_of(int64_t key_head) const {
+    return {params_.value, params_.value_storage, batch_, key_head, 0, params_.shape.value_dim};
   }
   // Copies of rows that are stored otherwise ask for the memory of those to come.
   int64_t rows_to_ask_for(int64_t distance) const {
@@ -294,6 +300,12 @@ class QueryBlock {
   void stream_scores_of(int64_t band);
   template <typename Stored>
   void stream_values_of(int64_t band);
+  template <typename Stored, typename Ask>
+  void stream_keys(int64_t band, Range rows, const StoredRows<Stored>& keys, Range run, Range rest,
+                   int64_t distance, Range& copied, Ask ask);
+  template <typename Stored, typename Ask>
+  void stream_values_at(int64_t band, Range rows, const StoredRows<Stored>& values, Range span,
+                        int64_t distance, bool fresh, Range& copied, Ask ask);
   template <int Rows, typename Stored>
   void stream_rows(int64_t band, int64_t row, int64_t key, StreamArgs<S, Stored>& args);
   void keep_weights(int64_t band) const;
@@ -306,6 +318,12 @@ class QueryBlock {
   template <typename Stored>
   const Stored* gather_values(const StoredRows<Stored>& values, Range rest, int64_t end, int64_t distance,
                               Range& copied, BadRows& bad) const;
+
+  // heads_beside.h
+  template <typename Body>
+  void each_head_beside(Body body) const;
+  void scores_beside();
+  void values_beside();
 
   // across.h
   bool multiplies_keys_across(const StoredRows<Element>& keys) const;
@@ -344,8 +362,9 @@ class QueryBlock {
   const Operand* query_ = nullptr;  // the rows' operands, query_stride_ apart
   int64_t query_stride_ = 0;
   int64_t rows_ = 0;
-  int64_t key_head_ = 0;
-  int64_t block_key_ = 0;  // first key of the key block; spans and runs count from it
+  int64_t key_head_ = 0;      // the first, of
+  int64_t heads_beside_ = 1;  // key heads that the rows are of
+  int64_t block_key_ = 0;     // first key of the key block; spans and runs count from it
   int64_t block_count_ = 0;
   Range runs_[kMaxRuns];
   int64_t run_count_ = 0;

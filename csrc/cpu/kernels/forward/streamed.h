@@ -107,11 +107,11 @@ void QueryBlock<S>::stream_scores_of(int64_t band) {
   Range copied{0, 0};
   for (int64_t i = 0; i < run_count_; ++i) {
     const Range run = runs_[i];
-    int64_t j = run.begin;
+    Range rest = run;
     if constexpr (std::is_same_v<Stored, Element>) {
-      if (multiplies_keys_across(keys)) j = scores_across(band, keys, run);
+      if (multiplies_keys_across(keys)) rest.begin = scores_across(band, keys, run);
     }
-    for (; j < run.end; j += S::kLane) {
+    const auto ask = [&](int64_t j) {
       RowsAhead ahead;
       if (in_pieces) {
         ahead = piece.step(j);
@@ -121,20 +121,34 @@ void QueryBlock<S>::stream_scores_of(int64_t band) {
                                : values.ahead(block_key_ + run.begin + next - run.end, key_len);
         ahead.near = distance.near;
       }
-      // Of the last few keys, together with the ones before them, whose scores are made once more.
-      const int64_t before = keys_before(keys, {j, run.end}, run.begin), to = j - before;
-      for (int64_t r = band; before > 0 && r < band + band_rows(band); ++r) {
-        store(score_row(band, r) + j, Vec<T>{});
-      }
-      const Matrix<Stored> rows = before > 0
-                                      ? keys.in_place(block_key_ + to, S::kLane)
-                                      : key_rows(keys, {j, run.end}, band == 0 ? distance.rows : 0, copied);
-      each_few_rows<S>(band, band + band_rows(band), [&](auto count, int64_t r) {
-        dot_rows<S, decltype(count)::value>(s_.query + r * s_.query_stride, s_.query_stride, rows, ahead,
-                                            score_row(band, r) + to, s_.score_stride);
-        ahead = {};
-      });
+      return ahead;
+    };
+    stream_keys(band, {band, band + band_rows(band)}, keys, run, rest, band == 0 ? distance.rows : 0, copied,
+                ask);
+  }
+}
+
+// The scores of some rows of a band with the keys of a run that are left. ask(j): for what, while key j is
+// read.
+template <typename S>
+template <typename Stored, typename Ask>
+ATTN_EXT_INLINE void QueryBlock<S>::stream_keys(int64_t band, Range rows, const StoredRows<Stored>& keys,
+                                                Range run, Range rest, int64_t distance, Range& copied,
+                                                Ask ask) {
+  for (int64_t j = rest.begin; j < rest.end; j += S::kLane) {
+    RowsAhead ahead = ask(j);
+    // Of the last few keys, together with the ones before them, whose scores are made once more.
+    const int64_t before = keys_before(keys, {j, run.end}, run.begin), to = j - before;
+    for (int64_t r = rows.begin; before > 0 && r < rows.end; ++r) {
+      store(score_row(band, r) + j, Vec<T>{});
     }
+    const Matrix<Stored> right = before > 0 ? keys.in_place(block_key_ + to, S::kLane)
+                                            : key_rows(keys, {j, run.end}, distance, copied);
+    each_few_rows<S>(rows.begin, rows.end, [&](auto count, int64_t r) {
+      dot_rows<S, decltype(count)::value>(s_.query + r * s_.query_stride, s_.query_stride, right, ahead,
+                                          score_row(band, r) + to, s_.score_stride);
+      ahead = {};
+    });
   }
 }
 
@@ -259,50 +273,69 @@ void QueryBlock<S>::stream_values_of(int64_t band) {
   const bool in_pieces = asks_for_pieces<Stored>();
   PieceAhead piece;
   if (in_pieces && band == 0) ask_for_next_keys<Stored>(piece);
-  const bool copies = careful_ || params_.value.column_stride != 1;
-  StreamArgs<S, Stored> args{};
-  args.fresh = true;
-  BadRows bad;
-  bad.count = 0;
+  bool fresh = true;
   Range copied{0, 0};
   for (int64_t i = 0; i < run_count_; ++i) {
     const Range run = runs_[i];
     if constexpr (std::is_same_v<Stored, Element>) {
       if (multiplies_values_across(values)) {
-        values_across(band, values, run, args.fresh);
-        args.fresh = false;
+        values_across(band, values, run, fresh);
+        fresh = false;
         continue;
       }
     }
-    for (int64_t j = run.begin, next; j < run.end; j = next, args.fresh = false) {
-      const Range keys = keys_of_stretch(values, j, run.end);
-      next = keys.end == block_count_ ? run.end : keys.end;
-      args.depth = depth_of<Product>(keys.end - j);
-      const int64_t first = block_key_ + j, count = args.depth * S::kDepth, ahead = j + distance.rows;
-      args.ahead = {};
-      if (copies || j + count > block_count_ || !values.lie_in_place(first, count)) {
-        args.rows = gather_values(values, {j, run.end}, keys.end, band == 0 ? distance.rows : 0, copied, bad);
-        args.row_stride = values.columns();
-      } else {
-        const Matrix<Stored> rows = values.in_place(first, count);
-        args.rows = rows.data;
-        args.row_stride = rows.row_stride;
-        if (in_pieces) {
-          args.ahead = piece.step(j);
-        } else if (band == 0) {
-          args.ahead = ahead < run.end ? values.ahead(block_key_ + ahead, key_len)
-                                       : next_keys.ahead(after.key + ahead - run.end, key_len);
-          args.ahead.near = distance.near;
-        }
+    const auto ask = [&](int64_t j) {
+      RowsAhead rows;
+      if (in_pieces) {
+        rows = piece.step(j);
+      } else if (band == 0) {
+        const int64_t ahead = j + distance.rows;
+        rows = ahead < run.end ? values.ahead(block_key_ + ahead, key_len)
+                               : next_keys.ahead(after.key + ahead - run.end, key_len);
+        rows.near = distance.near;
       }
-      each_few_rows<S>(band, band + band_rows(band), [&](auto rows, int64_t r) {
-        stream_rows<decltype(rows)::value>(band, r, j, args);
-        args.ahead = {};
-      });
-      if (bad.count > 0) add_bad_values(band, 0, values_of(0, values.columns(), keys), bad, keys.begin);
-    }
+      return rows;
+    };
+    stream_values_at(band, {band, band + band_rows(band)}, values, run, band == 0 ? distance.rows : 0, fresh,
+                     copied, ask);
+    fresh = false;
   }
-  if (!args.fresh) memset(s_.tile_started, 1, static_cast<size_t>(rows_));
+  if (!fresh) memset(s_.tile_started, 1, static_cast<size_t>(rows_));
+}
+
+// Adds to the output of some rows of a band, or begins it if it is fresh, the values of some keys. ask(j):
+// for what, while the value of key j is read.
+template <typename S>
+template <typename Stored, typename Ask>
+ATTN_EXT_INLINE void QueryBlock<S>::stream_values_at(int64_t band, Range rows,
+                                                     const StoredRows<Stored>& values, Range span,
+                                                     int64_t distance, bool fresh, Range& copied, Ask ask) {
+  const bool copies = careful_ || params_.value.column_stride != 1;
+  StreamArgs<S, Stored> args{};
+  args.fresh = fresh;
+  BadRows bad;
+  bad.count = 0;
+  for (int64_t j = span.begin, next; j < span.end; j = next, args.fresh = false) {
+    const Range keys = keys_of_stretch(values, j, span.end);
+    next = keys.end == block_count_ ? span.end : keys.end;
+    args.depth = depth_of<Product>(keys.end - j);
+    const int64_t first = block_key_ + j, count = args.depth * S::kDepth;
+    args.ahead = {};
+    if (copies || j + count > block_count_ || !values.lie_in_place(first, count)) {
+      args.rows = gather_values(values, {j, span.end}, keys.end, distance, copied, bad);
+      args.row_stride = values.columns();
+    } else {
+      const Matrix<Stored> right = values.in_place(first, count);
+      args.rows = right.data;
+      args.row_stride = right.row_stride;
+      args.ahead = ask(j);
+    }
+    each_few_rows<S>(rows.begin, rows.end, [&](auto together, int64_t r) {
+      stream_rows<decltype(together)::value>(band, r, j, args);
+      args.ahead = {};
+    });
+    if (bad.count > 0) add_bad_values(band, 0, values_of(0, values.columns(), keys), bad, keys.begin);
+  }
 }
 
 // The keys from `key` on whose values are read at a time: of one page, where pages are read in place.

@@ -10,6 +10,7 @@ void QueryBlock<S>::set_rows(int64_t first_head, int64_t first, int64_t rows, Ra
   const AttentionShape& shape = params_.shape;
   rows_ = rows;
   key_head_ = first_head / larger(1, group_size(shape));
+  heads_beside_ = plan_.pieces.heads_beside > 1 ? ceil_div(rows, group_size(shape) * shape.query_len) : 1;
   query_ = s_.query;
   query_stride_ = s_.query_stride;
   for (int64_t r = 0; r < rows;) {

@@ -27,10 +27,12 @@ struct AllKeysPlan {
 // kUnitRows).
 struct KeyPiecesPlan {
   int64_t count;
-  int64_t keys;         // of a piece
-  int64_t first;        // of the pieces that are visited: those before are outside of every row's window
-  int64_t per_task;     // pieces that a task takes
-  bool heads_together;  // a piece of all heads, then the next; else all pieces of a head
+  int64_t keys;          // of a piece
+  int64_t first;         // of the pieces that are visited: those before are outside of every row's window
+  int64_t per_task;      // pieces that a task takes
+  bool heads_together;   // a piece of all heads, then the next; else all pieces of a head
+  int64_t heads_beside;  // key heads that a piece is of, and of these
+  int64_t keys_beside;   // so many keys at a time, if it is of several
   bool packs_keys, packs_values;  // before they are multiplied
   bool merged;                    // by a round of its own; else a piece is all there is
 };

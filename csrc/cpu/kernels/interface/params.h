@@ -104,6 +104,7 @@ struct ForwardParams : CallParams {
   int64_t lse_stride = 0;        // from a head's rows in them to those of the next
   TensorView weights;        // (B, Hq, Lq, Lk) in the query's dtype, column_stride 1; data null: not wanted
   void* key_mass = nullptr;  // (B, Hq, Lk) contiguous, float (double for float64); null: not wanted
+  int64_t most_bytes_head_by_head = INT64_MAX;  // memory_ahead.h
 };
 
 // Every incoming gradient may be absent (data null) and have any strides, 0 included; a gradient that is not
