@@ -640,8 +640,8 @@ void run_case(const cpu::KernelSet& isa, Case c, ScalarKind dtype) {
   if (plan.pieces.heads_beside > 1) compare(c, in, beside, what + ", heads beside each other");
 }
 
-// Whether some keys of several heads are read at a time, where heads lie between each other, or all of a
-// piece of one: for one thread, and for many.
+// The same bits whether some keys of several heads are read at a time, where heads lie between each other, or
+// all of a piece of one: for one thread, and for many.
 void same_bits_beside(const cpu::KernelSet& isa, Case c, int64_t key_heads, int64_t dim) {
   c.placement.order = "brhc";
   c.key_heads = key_heads, c.query_heads = 2 * key_heads, c.head_dim = dim;
