@@ -20,8 +20,10 @@ PACKAGE = Path(attn_ext.__file__).parent
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 
 
-def run(*command: object) -> subprocess.CompletedProcess:
-    return subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
+def run(*command: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, check=False, env=env
+    )
 
 
 def project() -> dict:
@@ -167,7 +169,8 @@ OPTIONAL = (
 
 def test_an_import_brings_no_optional_package_and_takes_less_than_20_ms_beside_torch():
     """In processor time, and the best of some processes. A busy machine gives half the speed to each: there
-    it is a fiftieth of what torch takes itself, a second where nothing else runs."""
+    it is a fiftieth of what torch takes itself, a second where nothing else runs. As pip installs it, with
+    bytecode: compiling our sources anew takes twice as long as all else."""
     program = """
 import sys, time
 start = time.process_time()
@@ -177,10 +180,11 @@ import attn_ext
 print(middle - start, time.process_time() - middle)
 print(*{name.partition(".")[0] for name in set(sys.modules) - before})
 """
+    keeps_bytecode = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     taken = []
     while not any(ours < max(0.02, torchs / 50) for torchs, ours in taken):
         assert len(taken) < 4, taken
-        done = run(sys.executable, "-c", program)
+        done = run(sys.executable, "-c", program, env=keeps_bytecode)
         assert done.returncode == 0, done.stderr
         times, imported = done.stdout.splitlines()
         assert "attn_ext" in imported.split()
