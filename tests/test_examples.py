@@ -506,6 +506,15 @@ class TestCliffs:
         assert list(cliffs.cliffs_of(calls, [1e-3, 3e-3, 2e-3, overhead], 1.3)) == ["Lk 200"]
         assert not cliffs.cliffs_of(calls[1:], [1e-3, 1e-3, overhead], 1.3)
 
+    def test_a_step_that_two_shapes_alone_do_not_show_is_none(self, cliffs, monkeypatch):
+        overhead, calls = 1e-6, [cliffs.Call(f"Lk {n}", key_length=n) for n in (100, 200)]
+        for by_themselves, found in ((2e-3, []), (4e-3, ["Lk 200"])):
+            seconds = iter([[1e-3, 3e-3, overhead], [1e-3, by_themselves, overhead]])
+            monkeypatch.setattr(cliffs, "least_times", lambda _, turns, s=seconds: iter([next(s)] * turns))
+            steps = cliffs.walk(calls, torch.float32, backward=False, turns=2, most=1.3)
+            assert list(steps) == found
+        assert steps["Lk 200"].steep == pytest.approx(2, rel=0.01)  # as when it was timed again
+
     def test_no_later_reason_makes_up_for_a_step_that_is_too_steep(self, cliffs):
         for steep, known in ((1.8, True), (2.2, False)):  # of dims beside a vector; of memory 2.5
             reason = cliffs.reason_for("head_dim_one_row", "bwd", "D 65, one row", cliffs.Step("", steep))

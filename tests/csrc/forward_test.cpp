@@ -297,6 +297,11 @@ std::vector<Case> cases() {
   add("odd dims", [&](Case& c) { sized(c, 13, 67, 17, 33); });
   add("dims of 1", [&](Case& c) { sized(c, 31, 65, 1, 1); });
   add("wide", [&](Case& c) { sized(c, 20, 100, 192, 200); });
+  add("wide values", [&](Case& c) { sized(c, 40, 410, 8, 512); });
+  add("wide values of many heads", [&](Case& c) {
+    sized(c, 1, 300, 8, 512);
+    c.query_heads = 64, c.key_heads = 1;
+  });
   add("whole rows", [&](Case& c) {
     sized(c, 130, 515, 40, 48);
     c.batch = 2;

@@ -93,7 +93,7 @@ void AllKeys<S>::plan(const ForwardParams& params, int threads, ForwardPlan& pla
   }
   plan.all_keys.segments = larger(1, ceil_div(rows, plan.block_rows));
   if (has_mass) plan.all_keys.segments = smaller(plan.all_keys.segments, kMaxMassSegments);
-  plan.value_in_place = values_lie_packed<S>(params);
+  plan.value_in_place = values_stay_in_place<S>(params);
   plan.rounds = 3;
   if (query_units == 0 || rows == 0) return;
 

@@ -102,7 +102,7 @@ class KeyPieces {
            static_cast<int64_t>(sizeof(Element));
   }
   static void plan_heads_beside(const ForwardParams& params, int threads, ForwardPlan& plan);
-  PackedHead<S> pack_piece(int64_t batch, int64_t key_head, Range keys) const;
+  PackedHead<S> pack_piece(int64_t batch, int64_t key_head, Range keys, bool packs_values) const;
   void add_key_mass(int64_t batch, int64_t key_head, int64_t piece) const;
   void run_piece(int64_t batch, const Piece& piece, const Piece& next);
   void run_head(int64_t batch, const Piece& piece, const Piece& next);
@@ -180,7 +180,7 @@ void KeyPieces<S>::plan(const ForwardParams& params, int threads, ForwardPlan& p
   plan.pieces.first = keys.begin / plan.pieces.keys;
   plan.pieces.count = larger(1, ceil_div(keys.end, plan.pieces.keys) - plan.pieces.first);
   plan.block_rows = block_height<S>(shape.query_len * group_size(shape), 1);
-  plan.value_in_place = values_lie_packed<S>(params);
+  plan.value_in_place = values_stay_in_place<S>(params);
   if (by_unit) {  // where no bit hangs on it
     const bool many = shape.query_len * group_size(shape) > kInPlaceRows;
     plan.pieces.packs_keys = many || params.key.column_stride != 1;
@@ -238,14 +238,14 @@ void KeyPieces<S>::plan_heads_beside(const ForwardParams& params, int threads, F
 }
 
 template <typename S>
-PackedHead<S> KeyPieces<S>::pack_piece(int64_t batch, int64_t key_head, Range keys) const {
+PackedHead<S> KeyPieces<S>::pack_piece(int64_t batch, int64_t key_head, Range keys, bool packs_values) const {
   PackedHead<S> packed{};
-  if (!plan_.pieces.packs_keys && !plan_.pieces.packs_values) return packed;
+  if (!plan_.pieces.packs_keys && !packs_values) return packed;
   Arena arena = arena_;
   packed = take_packed_head<S>(params_, plan_, arena, plan_.pieces.keys);
   set_head(params_, plan_, packed, batch, key_head, keys.begin);
   if (plan_.pieces.packs_keys) pack_keys(params_, plan_, packed, batch, key_head, keys, query_.stored_rows);
-  if (plan_.pieces.packs_values) {
+  if (packs_values) {
     pack_values(params_, plan_, packed, batch, key_head, keys, query_.stored_rows);
   }
   return packed;
@@ -273,7 +273,7 @@ template <typename S>
 void KeyPieces<S>::run_head(int64_t batch, const Piece& piece, const Piece& next) {
   const int64_t group = group_size(shape_), rows = group * shape_.query_len, key_head = piece.key_head;
   const Range keys = piece_keys(piece.index);
-  const PackedHead<S> packed = pack_piece(batch, key_head, keys);
+  const PackedHead<S> packed = pack_piece(batch, key_head, keys, plan_.pieces.packs_values);
   QueryBlock<S> block(params_, plan_, query_, packed, batch);
   if (keeps_weights(params_)) block.set_kept_weights(kept_rows(0, 0), kept_row_size(params_));
   if (plan_.pieces.per_task > 1) {
@@ -316,7 +316,8 @@ template <typename S>
 void KeyPieces<S>::add_key_mass(int64_t batch, int64_t key_head, int64_t piece) const {
   const int64_t group = group_size(shape_), rows = group * shape_.query_len;
   const Range keys = piece_keys(piece);
-  const PackedHead<S> packed = pack_piece(batch, key_head, keys);
+  constexpr bool kNoValues = false;
+  const PackedHead<S> packed = pack_piece(batch, key_head, keys, kNoValues);
   QueryBlock<S> block(params_, plan_, query_, packed, batch);
   block.set_key_mass(key_mass_of(batch, 0), shape_.key_len);
   for (int64_t head = key_head * group; head < (key_head + 1) * group; ++head) {

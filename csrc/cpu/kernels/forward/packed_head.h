@@ -22,9 +22,28 @@ struct PackedHead {
   int64_t first_key;
 };
 
-// Whole cache lines from the first value on, so that reading them is as good as reading a packed copy.
+// Every few lines of a panel of rows so far apart lie on another page: worth a copy for so many query rows.
+constexpr int64_t kFarRowBytes = 1024, kRowsWorthACopy = 256;
+// Rows a multiple of this apart put one another out of the nearest cache: for so many pairs of row and key.
+constexpr int64_t kCollidingRowBytes = 2048, kPairsWorthACopy = 16384;
+
+// Whether values that could be read where they lie are read faster from a copy. Where each row sees but some
+// of the keys a copy is of many that few rows read.
 template <typename S>
-bool values_lie_packed(const ForwardParams& params) {
+bool values_are_worth_packing(const ForwardParams& params) {
+  const AttentionShape& shape = params.shape;
+  const int64_t rows = shape.query_len * group_size(shape);
+  if (rows == 0 || params.rule.window_left >= 0) return false;
+  if (2 * window_keys(params.rule, shape.key_len, shape.query_len - 1).end < shape.key_len) return false;
+  const int64_t bytes = params.value.row_stride * static_cast<int64_t>(sizeof(typename S::Element));
+  if (bytes < kFarRowBytes) return false;
+  if (bytes % kCollidingRowBytes == 0 && rows * shape.key_len >= kPairsWorthACopy) return true;
+  return rows >= kRowsWorthACopy;
+}
+
+// Whether values are multiplied where they lie: whole cache lines from the first on, and not too far apart.
+template <typename S>
+bool values_stay_in_place(const ForwardParams& params) {
   if (!std::is_same_v<typename S::Element, typename S::Operand>) return false;
   if (!is_plain(params.value_storage)) return false;
   const TensorView& value = params.value;
@@ -34,7 +53,8 @@ bool values_lie_packed(const ForwardParams& params) {
   for (int64_t b = 0; value.batch_offsets != nullptr && b < params.shape.batch; ++b) {
     aligned = aligned && value.batch_offsets[b] % S::kLane == 0;
   }
-  return aligned && value.column_stride == 1 && value.row_stride == dim;
+  return aligned && value.column_stride == 1 && value.row_stride == dim &&
+         !values_are_worth_packing<S>(params);
 }
 
 // The place of `keys` keys of a head.

@@ -49,13 +49,61 @@ struct ShuffledGather {
   }
 };
 
-template <int Stride, typename T>
-ATTN_EXT_INLINE void shuffle_row(const T* from, int64_t count, T* to) {
-  constexpr int64_t kCount = kLanes<T>;
-  for (int64_t i = 0; i < count; i += kCount) {  // the last vector overlaps the one before it
-    const int64_t first = smaller(i, count - kCount);
-    store(to + first, ShuffledGather<T, Stride>::at(from + first * Stride));
+#if defined(__AVX512BW__)
+// The same of half as many numbers of two bytes, as a vector of floats has: from two vectors, the
+// second of which ends with the last number.
+template <int Stride>
+struct ShuffledHalf {
+  static constexpr int kVector = kLanes<uint16_t>, kCount = kVector / 2;
+  static constexpr int kSpan = (kCount - 1) * Stride + 1, kSecond = kSpan - kVector;
+  static_assert(kSecond <= kVector);
+  static constexpr int chosen(int lane) {
+    const int place = lane * Stride;
+    return lane >= kCount ? 0 : place < kVector ? place : kVector + place - kSecond;
   }
+  template <int... Lane>
+  static ATTN_EXT_INLINE HalfVec<float> join(Vec<uint16_t> first, Vec<uint16_t> second,
+                                             std::integer_sequence<int, Lane...>) {
+    constexpr Vec<Bits<uint16_t>> kChosen = {static_cast<Bits<uint16_t>>(chosen(Lane))...};
+    return (HalfVec<float>)_mm512_castsi512_si256((__m512i)shuffle<uint16_t>(first, second, kChosen));
+  }
+  static ATTN_EXT_INLINE HalfVec<float> at(const uint16_t* from) {
+    constexpr std::make_integer_sequence<int, kVector> kAllLanes;
+    if constexpr (kSecond < 0) {  // nothing past the last number may be read
+      const auto only = (Vec<uint16_t>)_mm512_maskz_loadu_epi16((uint32_t{1} << kSpan) - 1, from);
+      return join(only, only, kAllLanes);
+    } else {
+      return join(load(from), load(from + kSecond), kAllLanes);
+    }
+  }
+};
+#endif
+
+template <typename Gather, int Stride, typename T>
+ATTN_EXT_INLINE void shuffle_row(const T* from, int64_t count, T* to) {
+  for (int64_t i = 0; i < count; i += Gather::kCount) {  // the last vector overlaps the one before it
+    const int64_t first = smaller(i, count - Gather::kCount);
+    const auto numbers = Gather::at(from + first * Stride);
+    memcpy(to + first, &numbers, sizeof(numbers));
+  }
+}
+
+// False: fewer numbers than are gathered at a time.
+template <int Stride, typename T>
+ATTN_EXT_INLINE bool gather_by_shuffles(const T* from, int64_t count, T* to) {
+  if (count >= kLanes<T>) {
+    shuffle_row<ShuffledGather<T, Stride>, Stride>(from, count, to);
+    return true;
+  }
+#if defined(__AVX512BW__)
+  if constexpr (sizeof(T) == 2) {
+    if (count >= ShuffledHalf<Stride>::kCount) {
+      shuffle_row<ShuffledHalf<Stride>, Stride>(from, count, to);
+      return true;
+    }
+  }
+#endif
+  return false;
 }
 
 // to (count) = numbers that lie `stride` apart.
@@ -66,12 +114,11 @@ ATTN_EXT_INLINE void gather_row(const Element* from, int64_t stride, int64_t cou
                                  std::conditional_t<sizeof(Element) == 4, float, uint16_t>>;
     const T* numbers = reinterpret_cast<const T*>(from);
     T* row = reinterpret_cast<T*>(to);
-    if (count >= kLanes<T>) {
-      if (stride == 2) return shuffle_row<2>(numbers, count, row);
-      if (stride == 3) return shuffle_row<3>(numbers, count, row);
-      if constexpr (kMostShuffledStride <= kLanes<T> + 1) {
-        if (stride == kMostShuffledStride) return shuffle_row<kMostShuffledStride>(numbers, count, row);
-      }
+    if (stride == 2 && gather_by_shuffles<2>(numbers, count, row)) return;
+    if (stride == 3 && gather_by_shuffles<3>(numbers, count, row)) return;
+    if constexpr (kMostShuffledStride <= kLanes<T> + 1) {
+      if (stride == kMostShuffledStride && gather_by_shuffles<kMostShuffledStride>(numbers, count, row))
+        return;
     }
   }
   for (int64_t i = 0; i < count; ++i) to[i] = from[i * stride];
