@@ -297,6 +297,7 @@ KNOWN = (
     Known("(key_length|head_dim|heads|group)_one_row", ".*", ".*", 2.5, "memory: keys outgrow a cache"),
     Known("window_one_row", "bwd", ".*", 7, "all keys have gradients, which are written as zeros"),
     Known("pooled_.*", ".*", ".*", 1.7, "keys are met sixteen at a time; memory outgrows a cache"),
+    Known("not_finite.*", ".*", ".*", 2, "kept apart from rows that do not see it"),
     Known("query_length.*", "bwd", r"Lq (17|33)\b.*", 1.6, "a vector of queries more, most of it empty"),
     Known("tiny_heads", ".*", ".*", 2, "gradients outgrow a cache"),
 )
