@@ -232,17 +232,16 @@ ATTN_EXT_INLINE void FewKeysUnit<S>::make_plain_grads(int64_t r, const T* deltas
   }
 }
 
-// finish_delta() of some rows, whose sums are of lanes; false if one is not finite. sums, deltas: of a whole
-// band.
+// finish_delta() of a band's rows; false if one of the sums is not finite. deltas: kFewKeysBand of them.
 template <typename S>
-bool FewKeysUnit<S>::finish_deltas(int64_t first, int64_t count, const Vec<T>* sums,
-                                   const Vec<T>* weight_sums, T* deltas) {
+bool FewKeysUnit<S>::finish_deltas(const Band& band, T* deltas) {
+  const int64_t first = band.first + band.begin, count = band.end - band.begin;
   T products[kFewKeysBand], weights[kFewKeysBand];
   for (int64_t i = 0; i < kFewKeysBand; i += S::kLane) {
     Vec<T> some[kLanes<T>], weight[kLanes<T>];
     for (int64_t l = 0; l < S::kLane; ++l) {
-      some[l] = sums[i + l];
-      weight[l] = weight_sums[i + l];
+      some[l] = band.sums[i + l];
+      weight[l] = band.weight_sums[i + l];
     }
     store(products + i, lane_sums_by_halving<T>(some));
     store(weights + i, lane_sums_by_halving<T>(weight));
@@ -268,41 +267,57 @@ bool FewKeysUnit<S>::finish_deltas(int64_t first, int64_t count, const Vec<T>* s
   return true;
 }
 
-// All that is made of up to kFewKeysBand rows: the deltas come together, so that no row waits for its own.
-// False, and nothing made but P, if there is NaN or Inf among what they see: finish_bad_rows() has to.
+// P of a band's rows and its sums, by what a mask is made of; false if a row sees a score of -inf.
 template <typename S>
 template <int Vectors, typename M>
-bool FewKeysUnit<S>::finish_plain_rows(int64_t first, int64_t begin, int64_t end) {
+bool FewKeysUnit<S>::make_band_weights(Band& band) const {
   const ScoreRule& rule = params_.rule;
   const bool has_window = rule.window_left >= 0 || rule.window_right >= 0;
-  const T* lse = lse_rows<S>(params_, unit_.batch, head_) + first;
-  T deltas[kFewKeysBand];
-  Vec<T> sums[kFewKeysBand], weight_sums[kFewKeysBand], lowest = {};
-  for (int64_t r = begin; r < begin + kFewKeysBand; ++r) {
+  const T* lse = lse_rows<S>(params_, unit_.batch, head_) + band.first;
+  Vec<T> lowest = {};
+  for (int64_t r = band.begin; r < band.begin + kFewKeysBand; ++r) {
+    const int64_t row = band.first + r;
     T* scores = s_.scores + r * stride_;
-    const bool dead = r >= end || is_dead(rule, unit_.batch, head_, first + r, lse[r]);
-    if (dead) {
-      sums[r - begin] = weight_sums[r - begin] = Vec<T>{};
-      if (r < end) memset(scores, 0, static_cast<size_t>(stride_) * sizeof(T));
-      continue;
-    }
-    if constexpr (std::is_same_v<M, SavedWeights>) {
-      take_weights<Vectors>(row_pointer<const Element>(params_.weights, unit_.batch, head_, first + r),
-                            scores, s_.grads + r * stride_, sums[r - begin], weight_sums[r - begin]);
+    const T* grads = s_.grads + r * stride_;
+    Vec<T>&sum = band.sums[r - band.begin], &weight_sum = band.weight_sums[r - band.begin];
+    if (r >= band.end || is_dead(rule, unit_.batch, head_, row, lse[r])) {
+      sum = weight_sum = Vec<T>{};
+      if (r < band.end) memset(scores, 0, static_cast<size_t>(stride_) * sizeof(T));
+    } else if constexpr (std::is_same_v<M, SavedWeights>) {
+      const auto* weights = row_pointer<const Element>(params_.weights, unit_.batch, head_, row);
+      take_weights<Vectors>(weights, scores, grads, sum, weight_sum);
     } else {
       const M* mask = nullptr;
-      if constexpr (!std::is_same_v<M, void>)
-        mask = row_pointer<const M>(rule.mask, unit_.batch, head_, first + r);
-      make_plain_weights<Vectors>(scores, s_.grads + r * stride_, mask,
-                                  has_window ? window_keys(rule, keys_, first + r) : Range{0, keys_},
-                                  lse[r] * static_cast<T>(kLog2E), sums[r - begin], weight_sums[r - begin],
-                                  lowest);
+      if constexpr (!std::is_same_v<M, void>) mask = row_pointer<const M>(rule.mask, unit_.batch, head_, row);
+      make_plain_weights<Vectors>(scores, grads, mask,
+                                  has_window ? window_keys(rule, keys_, row) : Range{0, keys_},
+                                  lse[r] * static_cast<T>(kLog2E), sum, weight_sum, lowest);
     }
   }
   // A score of -inf that a row sees has a weight of 0 like what is hidden, but 0 times NaN is NaN.
   const auto below = lowest < broadcast(-FloatFormat<T>::kLargest);
-  if (lane_sum<T>(below ? broadcast(static_cast<T>(1)) : Vec<T>{}) != 0) return false;
-  if (!finish_deltas(first + begin, end - begin, sums, weight_sums, deltas)) return false;
+  return lane_sum<T>(below ? broadcast(static_cast<T>(1)) : Vec<T>{}) == 0;
+}
+
+// All that is made of up to kFewKeysBand rows: the deltas come together, so that no row waits for its own.
+// False, and nothing made but P, if there is NaN or Inf among what they see: finish_bad_rows() has to.
+template <typename S>
+template <int Vectors>
+bool FewKeysUnit<S>::finish_plain_rows(int64_t first, int64_t begin, int64_t end, bool by_key) {
+  Band band;
+  band.first = first, band.begin = begin, band.end = end;
+  bool plain = false;
+  if (reads_weights_) {
+    if constexpr (kReadsWeights<S>) plain = make_band_weights<Vectors, SavedWeights>(band);
+  } else if (!by_key) {
+    plain = make_band_weights<Vectors, void>(band);
+  } else {
+    with_kind<Element>(params_.rule.mask_kind, [&](auto tag) {
+      plain = make_band_weights<Vectors, typename decltype(tag)::Type>(band);
+    });
+  }
+  T deltas[kFewKeysBand];
+  if (!plain || !finish_deltas(band, deltas)) return false;
   const bool to_mask = mask_grad_.wanted(), at_once = to_mask && mask_grad_.view().column_stride == 1;
   const bool keeps = !S::kPaired || pack_.bad_keys || bad_queries_ || (to_mask && !at_once);
   const auto mask_place = [&](int64_t r) { return mask_grad_.place(unit_.batch, head_, first + r, 0); };
@@ -321,13 +336,12 @@ bool FewKeysUnit<S>::finish_plain_rows(int64_t first, int64_t begin, int64_t end
 
 // finish_plain_rows() for so many vectors.
 template <typename S>
-template <typename M>
 typename FewKeysUnit<S>::PlainRows FewKeysUnit<S>::plain_rows(int64_t vectors) {
   static constexpr PlainRows kTable[kPlainVectors] = {
-      &FewKeysUnit::template finish_plain_rows<1, M>, &FewKeysUnit::template finish_plain_rows<2, M>,
-      &FewKeysUnit::template finish_plain_rows<3, M>, &FewKeysUnit::template finish_plain_rows<4, M>,
-      &FewKeysUnit::template finish_plain_rows<5, M>, &FewKeysUnit::template finish_plain_rows<6, M>,
-      &FewKeysUnit::template finish_plain_rows<7, M>, &FewKeysUnit::template finish_plain_rows<8, M>};
+      &FewKeysUnit::template finish_plain_rows<1>, &FewKeysUnit::template finish_plain_rows<2>,
+      &FewKeysUnit::template finish_plain_rows<3>, &FewKeysUnit::template finish_plain_rows<4>,
+      &FewKeysUnit::template finish_plain_rows<5>, &FewKeysUnit::template finish_plain_rows<6>,
+      &FewKeysUnit::template finish_plain_rows<7>, &FewKeysUnit::template finish_plain_rows<8>};
   return kTable[vectors - 1];
 }
 
@@ -378,17 +392,7 @@ void FewKeysUnit<S>::finish_rows(int64_t first, int64_t count) {
       finish_full_rows(first, begin, end);
       continue;
     }
-    bool finished = false;
-    if (reads_weights_) {
-      if constexpr (kReadsWeights<S>)
-        finished = (this->*plain_rows<SavedWeights>(vectors))(first, begin, end);
-    } else if (!by_key) {
-      finished = (this->*plain_rows<void>(vectors))(first, begin, end);
-    } else {
-      with_kind<Element>(rule.mask_kind, [&](auto tag) {
-        finished = (this->*plain_rows<typename decltype(tag)::Type>(vectors))(first, begin, end);
-      });
-    }
+    const bool finished = (this->*plain_rows(vectors))(first, begin, end, by_key);
     if (!finished) finish_bad_rows(first, begin, end);
   }
 }

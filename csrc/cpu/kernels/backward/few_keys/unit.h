@@ -180,8 +180,15 @@ class FewKeysUnit {
   void finish_rows(int64_t first, int64_t count);
   void finish_full_rows(int64_t first, int64_t begin, int64_t end);
   void finish_bad_rows(int64_t first, int64_t begin, int64_t end);
+  // A band of rows whose P is there, with what its deltas are made of, by lanes.
+  struct Band {
+    int64_t first, begin, end;  // rows [begin, end) of the block, which begins with the head's row `first`
+    Vec<T> sums[kFewKeysBand], weight_sums[kFewKeysBand];
+  };
+  template <int Vectors>
+  bool finish_plain_rows(int64_t first, int64_t begin, int64_t end, bool by_key);
   template <int Vectors, typename M>
-  bool finish_plain_rows(int64_t first, int64_t begin, int64_t end);
+  bool make_band_weights(Band& band) const;
   template <int Vectors, typename M>
   void make_plain_weights(T* scores, const T* grads, const M* mask, Range seen, T lse, Vec<T>& sum,
                           Vec<T>& weight_sum, Vec<T>& lowest) const;
@@ -189,13 +196,12 @@ class FewKeysUnit {
   void take_weights(const Element* weights, T* scores, const T* grads, Vec<T>& sum, Vec<T>& weight_sum) const;
   template <int Vectors, int Rows>
   void make_plain_grads(int64_t r, const T* deltas, int64_t mask_place, bool keeps);
-  using PlainRows = bool (FewKeysUnit::*)(int64_t, int64_t, int64_t);
-  template <typename M>
+  using PlainRows = bool (FewKeysUnit::*)(int64_t, int64_t, int64_t, bool);
   static PlainRows plain_rows(int64_t vectors);
   bool reads_weights(int64_t first, int64_t count) const;
   void finish_full_row(int64_t row, int64_t index);
   T finish_delta(int64_t row, T share, T sum, T weight_sum);
-  bool finish_deltas(int64_t first, int64_t count, const Vec<T>* sums, const Vec<T>* weight_sums, T* deltas);
+  bool finish_deltas(const Band& band, T* deltas);
   void draw_row(int64_t row) const;
   T set_far_row(int64_t row, RowSpan<S>& span) const;
   // Where the pairs of two rows go.
