@@ -26,4 +26,6 @@ endfunction()
 function(attn_ext_torch_compile_options target)
   attn_ext_compile_options(${target})
   target_compile_options(${target} PRIVATE "-fmacro-prefix-map=${ATTN_EXT_TORCH_DIR}/=torch/")
+  # torch's own headers then include the operators that they use, and not all 2,000: some 2 s a file.
+  target_compile_definitions(${target} PRIVATE AT_PER_OPERATOR_HEADERS)
 endfunction()
