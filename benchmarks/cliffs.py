@@ -333,7 +333,9 @@ def cliffs_of(calls: Sequence[Call], seconds: list[float], most: float) -> dict[
 
 
 def walk(calls: list[Call], dtype: torch.dtype, backward: bool, turns: int, most: float) -> dict[str, Step]:
-    """The cliffs among the calls, timed `AGAIN` beside their neighbours, as others use the machine too.
+    """The cliffs among the calls that stay when timed beside their neighbours alone, `AGAIN` times.
+
+    Others use the machine too, and somebody or other is always slow.
 
     Turns go on, up to three times as many, while cliffs come and go.
     """
@@ -350,10 +352,10 @@ def walk(calls: list[Call], dtype: torch.dtype, backward: bool, turns: int, most
             break
     for i, call in enumerate(calls):
         for _ in range(AGAIN):
-            if call.name in found:
-                del found[call.name]
+            if found.pop(call.name, None):
                 *_, again = in_turns(calls[max(0, i - 1) : i + 2], 3 * turns)
-                found |= {name: step for name, step in again.items() if name == call.name}
+                if call.name in again:
+                    found[call.name] = again[call.name]
     return found
 
 
