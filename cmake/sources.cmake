@@ -55,6 +55,10 @@ set(ATTN_EXT_SOURCES
 
 # Compiled once per instruction set (capabilities.cmake).
 set(ATTN_EXT_KERNEL_SOURCES
+  csrc/cpu/kernels/bfloat16.cpp
+  csrc/cpu/kernels/float16.cpp
+  csrc/cpu/kernels/float32.cpp
+  csrc/cpu/kernels/float64.cpp
   csrc/cpu/kernels/kernels.cpp)
 
 set(ATTN_EXT_BENCHMARK_SOURCES

@@ -110,7 +110,7 @@ Explanation explain_kernels(const SdpaArgs& given, const cpu::KernelTable& table
   const auto params = cpu::params_over<cpu::ForwardParams>(inputs);
   const int threads = cpu::useful_threads(cpu::work_of(params.shape));
   const cpu::ForwardPlan plan =
-      cpu::plan_call(cpu::kernels_of(table.forward, args.query.scalar_type()), params, threads).plan;
+      cpu::plan_call(cpu::kernels_of(table, args.query.scalar_type()).forward, params, threads).plan;
   const PathText text = text_of(plan.path);
   return {.path = text.name,
           .capability = cpu_capability(),

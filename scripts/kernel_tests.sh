@@ -17,6 +17,8 @@ flavour="${CXX:+-$(basename "$CXX")}${sanitize:+-${sanitize//,/-}}${BUILD_TYPE:+
 build="$root/build/csrc$flavour"
 jobs="$(nproc)"
 
+# Make would wait for the whole library before it compiles what is linked with it.
+if command -v ninja >/dev/null && [[ ! -e "$build/CMakeCache.txt" ]]; then export CMAKE_GENERATOR=Ninja; fi
 cmake -S "$root/tests/csrc" -B "$build" -DATTN_EXT_SANITIZE="$sanitize" -DATTN_EXT_WERROR="${ATTN_EXT_WERROR:-OFF}" \
   -DATTN_EXT_KERNEL_SETS="${KERNEL_SETS:-}" -DCMAKE_BUILD_TYPE="${BUILD_TYPE:-}" \
   -DATTN_EXT_HEADERS_ALONE="$([[ "${KERNEL_SHARE:-1}" == 1 ]] && echo ON || echo SHARED)"

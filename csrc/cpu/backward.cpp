@@ -233,7 +233,7 @@ SdpaInputs backward_cpu(const SdpaOutputs& grads, const SdpaArgs& args, const Sa
   const IncomingGrads incoming(grads, dtype);
   const OutgoingGrads outgoing(args, wanted, inputs);
   const SavedRows rows(saved, accumulation_dtype(dtype),
-                       kernels_of(table->saves_weights, dtype)(inputs.params.shape, true));
+                       kernels_of(*table, dtype).saves_weights(inputs.params.shape, true));
   const BackwardParams params = params_of(inputs, incoming, outgoing, rows);
   const auto bytes_of = [](const at::Tensor& t) {
     return t.defined() ? static_cast<int64_t>(t.element_size()) : 0;
@@ -262,9 +262,9 @@ SdpaInputs backward_cpu(const SdpaOutputs& grads, const SdpaArgs& args, const Sa
         problems.push_back(sequence_of(part, sequences[static_cast<size_t>(i)], i, std::ssize(sequences),
                                        sizes.batch * sizes.heads));
       }
-      run_problems(kernels_of(table->backward, dtype), problems);
+      run_problems(kernels_of(*table, dtype).backward, problems);
     } else {
-      const auto call = plan_call(kernels_of(table->backward, dtype), part, threads);
+      const auto call = plan_call(kernels_of(*table, dtype).backward, part, threads);
       if (!call.plan.fills_mask_grad) {
         outgoing.clear_mask_of_slice(batch, batches, sizes.batch, mask_is_shared);
       }

@@ -36,18 +36,16 @@ Params params_over(const Inputs& inputs) {
   return params;
 }
 
-/// The kernels for a dtype, of a table's `forward` or `backward`.
-template <class Kernels>
-const Kernels& kernels_of(const Kernels (&kernels)[kKernelDtypes], at::ScalarType dtype) {
+inline const DtypeKernels& kernels_of(const KernelTable& table, at::ScalarType dtype) {
   switch (dtype) {
     case at::kDouble:
-      return kernels[kFloat64Kernels];
+      return *table.of[kFloat64Kernels];
     case at::kFloat:
-      return kernels[kFloat32Kernels];
+      return *table.of[kFloat32Kernels];
     case at::kBFloat16:
-      return kernels[kBFloat16Kernels];
+      return *table.of[kBFloat16Kernels];
     default:
-      return kernels[kFloat16Kernels];
+      return *table.of[kFloat16Kernels];
   }
 }
 

@@ -25,7 +25,7 @@ ForwardParams params_of(const Inputs& inputs) {
 
 void run_forward(const KernelTable& table, at::ScalarType dtype, const ForwardParams& params) {
   const int threads = useful_threads(work_of(params.shape));
-  run_call(plan_call(kernels_of(table.forward, dtype), params, threads), threads);
+  run_call(plan_call(kernels_of(table, dtype).forward, params, threads), threads);
 }
 
 void run_packed_forward(const KernelTable& table, const SdpaArgs& args, const ForwardParams& params,
@@ -37,7 +37,7 @@ void run_packed_forward(const KernelTable& table, const SdpaArgs& args, const Fo
   for (int64_t i = 0; i < count; ++i) {
     problems.push_back(of_sequence(params, sequences[static_cast<size_t>(i)], i, count));
   }
-  run_problems(kernels_of(table.forward, args.query.scalar_type()), problems);
+  run_problems(kernels_of(table, args.query.scalar_type()).forward, problems);
 }
 
 SdpaOutputs forward_cpu(const SdpaArgs& args, SideOutputs wanted) {

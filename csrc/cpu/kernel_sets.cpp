@@ -51,11 +51,17 @@ void take_ways(Ways& to, const Ways& from) {
 /// Of bfloat16 what multiplies blocks. A few rows are read as they come, which vectors of floats do fastest
 /// on processors with AMX; all else has no products on it.
 const KernelTable* amx_kernels() {
+  static const DtypeKernels bfloat16 = [] {
+    DtypeKernels kernels = *avx512::kKernels.of[kBFloat16Kernels];
+    const DtypeKernels& own = *amx::kKernels.of[kBFloat16Kernels];
+    take_ways(kernels.forward, own.forward);
+    take_ways(kernels.backward, own.backward);
+    kernels.saves_weights = own.saves_weights;
+    return kernels;
+  }();
   static const KernelTable table = [] {
     KernelTable kernels = avx512::kKernels;
-    take_ways(kernels.forward[kBFloat16Kernels], amx::kKernels.forward[kBFloat16Kernels]);
-    take_ways(kernels.backward[kBFloat16Kernels], amx::kKernels.backward[kBFloat16Kernels]);
-    kernels.saves_weights[kBFloat16Kernels] = amx::kKernels.saves_weights[kBFloat16Kernels];
+    kernels.of[kBFloat16Kernels] = &bfloat16;
     return kernels;
   }();
   return &table;

@@ -86,7 +86,7 @@ SdpaOutputs paged_cpu(const PagedCall& call, bool wants_lse) {
     one.key_storage.pages = one.value_storage.pages = paged.pages_of(n);
   }
   fill_gaps(has_gaps(paged.sequences, &Sequence::query_len, sizes.query_len), outputs);
-  run_problems(kernels_of(table->forward, dtype), problems);
+  run_problems(kernels_of(*table, dtype).forward, problems);
   return outputs;
 }
 

@@ -109,8 +109,8 @@ bool saves_weights(const SdpaArgs& args) {
   shape.key_len = (*key)[1];
   shape.head_dim = (*query)[2];
   shape.value_dim = (*value)[2];
-  return kernels_of(table->saves_weights, args.query.scalar_type())(shape,
-                                                                    can_join_heads(args, shape.query_len));
+  return kernels_of(*table, args.query.scalar_type())
+      .saves_weights(shape, can_join_heads(args, shape.query_len));
 }
 
 }  // namespace cpu

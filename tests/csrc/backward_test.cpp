@@ -379,7 +379,7 @@ Gradients run(const Case& c, const cpu::KernelTable& table, const Problem& in, i
   if (c.mask_grad) {
     p.grad_mask = {g.mask.view, wide || sums_mask_grad(c)};
     p.grad_mask_size = g.mask.sizes[0] * g.mask.sizes[1] * g.mask.sizes[2] * g.mask.sizes[3];
-    const auto& ways = table.backward[dtype_row(p.shape.dtype)];
+    const auto& ways = kernels_of(table, p.shape.dtype).backward;
     if (cpu::plan_call(ways, p, threads).plan.fills_mask_grad) g.mask.fill([] { return NAN; });
   }
   paths.insert(run_backward(table, p, threads, one_takes_turns).path);
@@ -495,7 +495,7 @@ void run_case(const cpu::KernelSet& isa, const Case& base, ScalarKind dtype) {
   };
   check_threads(got, "");
   check_small_heads(c, *isa.kernels, in, got, name);
-  if (isa.kernels->saves_weights[dtype_row(dtype)](kSavingShape, true) && c.dropout == 0 &&
+  if (kernels_of(*isa.kernels, dtype).saves_weights(kSavingShape, true) && c.dropout == 0 &&
       c.rule.softcap == 0 && !c.given) {
     save_weights(c, in);
     const Gradients from_weights = run(c, *isa.kernels, in, 1);

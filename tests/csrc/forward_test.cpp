@@ -760,7 +760,7 @@ int64_t run_all(const cpu::KernelSet& isa, Selection selection) {
       ++count;
     }
     if (selection.is_whole()) {
-      const auto& ways = isa.kernels->forward[dtype_row(dtype)].of;
+      const auto& ways = kernels_of(*isa.kernels, dtype).forward.of;
       int64_t expected = 0;
       for (int path = 0; path < cpu::kForwardPaths; ++path) {
         const bool by_unit = path == static_cast<int>(cpu::ForwardPath::kUnitRows);

@@ -373,14 +373,18 @@ auto run_call(const Ways& ways, const Params& params, int threads, bool one_take
   return call.plan;
 }
 
+inline const cpu::DtypeKernels& kernels_of(const cpu::KernelTable& table, ScalarKind dtype) {
+  return *table.of[dtype_row(dtype)];
+}
+
 inline cpu::ForwardPlan run_forward(const cpu::KernelTable& table, const cpu::ForwardParams& params,
                                     int threads) {
-  return run_call(table.forward[dtype_row(params.shape.dtype)], params, threads);
+  return run_call(kernels_of(table, params.shape.dtype).forward, params, threads);
 }
 
 inline cpu::BackwardPlan run_backward(const cpu::KernelTable& table, const cpu::BackwardParams& params,
                                       int threads, bool one_takes_turns = false) {
-  return run_call(table.backward[dtype_row(params.shape.dtype)], params, threads, one_takes_turns);
+  return run_call(kernels_of(table, params.shape.dtype).backward, params, threads, one_takes_turns);
 }
 
 // Of small cases that together go through every size: the size of dim `dim` (0 to 3) in case n of [0,

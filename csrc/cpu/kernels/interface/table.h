@@ -8,13 +8,17 @@ namespace attn_ext::cpu {
 
 enum { kFloat64Kernels, kFloat32Kernels, kBFloat16Kernels, kFloat16Kernels, kKernelDtypes };
 
-struct KernelTable {
-  ForwardWays forward[kKernelDtypes];
-  BackwardWays backward[kKernelDtypes];
+struct DtypeKernels {
+  ForwardWays forward;
+  BackwardWays backward;
   // Whether weights are worth saving from the forward pass, which has the same bits whether or not it writes
   // them, for a backward pass that else makes them again; can_join: in which nothing tells the rows of a
   // group's heads apart.
-  bool (*saves_weights[kKernelDtypes])(const AttentionShape&, bool can_join);
+  bool (*saves_weights)(const AttentionShape&, bool can_join);
+};
+
+struct KernelTable {
+  const DtypeKernels* of[kKernelDtypes];
 };
 
 // One for each instruction set that CMake compiles; the names are those of the table in CMake.
