@@ -1,6 +1,8 @@
 // Dot products of rows as they lie in memory.
 #pragma once
 
+#include <bit>
+
 #include "../vector/lanes.h"
 #include "pack.h"
 #include "rows_ahead.h"
@@ -18,7 +20,8 @@ void dot_rows(const typename S::Operand* left, int64_t left_stride, const Matrix
   using T = typename S::Accum;
   using Product = typename S::Product;
   constexpr int kWidth = kLanes<T>;
-  constexpr int kRows = kWidth / Rows;  // of the right side at a time
+  // Of the right side at a time, which divide it; three rows leave a quarter of the sums idle.
+  constexpr int kRows = kWidth / std::bit_ceil(unsigned{Rows});
   constexpr int64_t kStep = kWidth * S::kDepth;
   constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(Element));
   const int64_t dim = right.columns;
@@ -65,6 +68,9 @@ template <typename S, typename Body>
 ATTN_EXT_INLINE void each_few_rows(int64_t r, int64_t end, Body body) {
   if constexpr (S::kLane >= 4) {
     for (; r + 4 <= end; r += 4) body(std::integral_constant<int, 4>{}, r);
+  }
+  if constexpr (S::kLane >= 4) {
+    if (end - r == 3) return body(std::integral_constant<int, 3>{}, r);
   }
   for (; r + 2 <= end; r += 2) body(std::integral_constant<int, 2>{}, r);
   if (r < end) body(std::integral_constant<int, 1>{}, r);
