@@ -7,7 +7,7 @@ using BFloat16Scheme = Scheme<BFloat16, AmxProduct>;
 #elif defined(ATTN_EXT_HAS_PAIRS)
 using BFloat16Scheme = Scheme<BFloat16, BFloat16Product>;
 #else
-using BFloat16Scheme = Scheme<BFloat16, PlainProduct<float> >;
+using BFloat16Scheme = Scheme<BFloat16, PlainProduct<float>>;
 #endif
 
 extern const DtypeKernels kBFloat16;

@@ -140,21 +140,20 @@ ATTN_EXT_INLINE Vec<T> keep_flagged(Vec<T> v, const uint8_t* flags, int64_t coun
 #if defined(__AVX2__)
   const __m128i lanes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
   if constexpr (sizeof(T) == 4) {
-    return (Vec<Bits<T> >)_mm256_cvtepu8_epi32(lanes) != 0 ? v : hidden;
+    return (Vec<Bits<T>>)_mm256_cvtepu8_epi32(lanes) != 0 ? v : hidden;
   } else {
-    return (Vec<Bits<T> >)_mm256_cvtepu8_epi64(lanes) != 0 ? v : hidden;
+    return (Vec<Bits<T>>)_mm256_cvtepu8_epi64(lanes) != 0 ? v : hidden;
   }
 #elif defined(ATTN_EXT_NEON)
   const uint32x4_t lanes = vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(bytes[0]))));
   if constexpr (sizeof(T) == 4) {
-    return (Vec<Bits<T> >)lanes != 0 ? v : hidden;
+    return (Vec<Bits<T>>)lanes != 0 ? v : hidden;
   } else {
-    return (Vec<Bits<T> >)vmovl_u32(vget_low_u32(lanes)) != 0 ? v : hidden;
+    return (Vec<Bits<T>>)vmovl_u32(vget_low_u32(lanes)) != 0 ? v : hidden;
   }
 #else
-  Vec<Bits<T> > lanes;
-  for (int i = 0; i < kLanes<T>; ++i)
-    lanes[i] = static_cast<Bits<T> >((bytes[i / 8] >> (8 * (i % 8))) & 0xff);
+  Vec<Bits<T>> lanes;
+  for (int i = 0; i < kLanes<T>; ++i) lanes[i] = static_cast<Bits<T>>((bytes[i / 8] >> (8 * (i % 8))) & 0xff);
   return lanes != 0 ? v : hidden;
 #endif
 #endif
