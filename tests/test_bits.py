@@ -126,7 +126,7 @@ def test_bits_of_a_few_rows_do_not_depend_on_how_keys_and_values_lie(
     query_len, key_len, dim, value_dim, dtype
 ):
     query, key, value = (
-        torch.randn(1, 3, length, columns, dtype=dtype, requires_grad=True)
+        torch.randn(2, 3, length, columns, dtype=dtype, requires_grad=True)
         for length, columns in ((query_len, dim), (key_len, dim), (key_len, value_dim))
     )
     expected = everything((query, key, value), {})

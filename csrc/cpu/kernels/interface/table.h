@@ -18,7 +18,7 @@ struct DtypeKernels {
 };
 
 struct KernelTable {
-  const DtypeKernels* of[kKernelDtypes];
+  const DtypeKernels* of[kKernelDtypes];  // nullptr: the set has none of its own
 };
 
 // One for each instruction set that CMake compiles; the names are those of the table in CMake.

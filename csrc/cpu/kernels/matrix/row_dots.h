@@ -68,8 +68,6 @@ template <typename S, typename Body>
 ATTN_EXT_INLINE void each_few_rows(int64_t r, int64_t end, Body body) {
   if constexpr (S::kLane >= 4) {
     for (; r + 4 <= end; r += 4) body(std::integral_constant<int, 4>{}, r);
-  }
-  if constexpr (S::kLane >= 4) {
     if (end - r == 3) return body(std::integral_constant<int, 3>{}, r);
   }
   for (; r + 2 <= end; r += 2) body(std::integral_constant<int, 2>{}, r);
