@@ -231,6 +231,23 @@ SEEN_KEYS = {
 
 
 @by_dtype
+@pytest.mark.parametrize("value_dim", [64, 40])
+@pytest.mark.parametrize("query_len", [17, 47, 48, 256])
+def test_bits_of_many_rows_do_not_depend_on_how_heads_lie(query_len, value_dim, dtype):
+    query, key = (torch.randn(2, 3, n, 24).to(dtype) for n in (query_len, 333))
+    value = torch.randn(2, 3, 333, value_dim).to(dtype)
+    value[0, 1, 77] = float("inf")
+    results = [
+        attn_ext.sdpa_with_lse(
+            *(LAYOUTS[how](x) for x in (query, key, value)), attn_mask=torch.arange(333) != 77
+        )
+        for how in ("rows", "transposed")
+    ]
+    assert all(map(torch.equal, *results))
+    assert results[0][0].isfinite().all()
+
+
+@by_dtype
 @pytest.mark.parametrize("seen", SEEN_KEYS)
 @pytest.mark.parametrize("query_len", [1, 4, 7])
 @pytest.mark.parametrize("key_len", [1, 7, 16, 31, 32, 33, 48, 256, 257, 331, 555])

@@ -521,6 +521,18 @@ std::vector<Case> cases() {
       c.name = std::string("layout split ") + layout;
     });
   }
+  for (const int64_t lq : {20, 47, 48}) {  // values are read where they lie, and copied
+    for (const int poisoned : {0, 5}) {
+      add("values beside other heads'", [&](Case& c) {
+        sized(c, lq, 333, 20, 64);
+        c.batch = 2;
+        c.poison_values = poisoned;
+        c.mask = "rc";
+        c.placement.order = "brhc";
+        if (lq == 47) c.rule.window_left = 100, c.rule.query_offset = 200;
+      });
+    }
+  }
   for (const int64_t lq : {1, 7, 16}) {
     add("poisoned values across memory", [&](Case& c) {
       sized(c, lq, 333, 40, 72);
@@ -755,7 +767,7 @@ int64_t run_all(const cpu::KernelSet& isa, Selection selection) {
     if (!has_own_kernels(isa, dtype)) continue;
     paths.clear();
     for (const Case& c : cases()) {
-      if (!selection.takes(c.name)) continue;
+      if (!selection.takes(c.name, work_of(c))) continue;
       run_case(isa, c, dtype);
       ++count;
     }
@@ -772,7 +784,8 @@ int64_t run_all(const cpu::KernelSet& isa, Selection selection) {
     for (const int64_t lq : {1, 5, 100}) {
       for (const int64_t lk : {60, 300, 1100, 1700}) {
         for (const bool causal : {false, true}) {
-          if (selection.takes("same bits")) same_bits(isa, dtype, lq, lk, causal);
+          const double work = 3000.0 * static_cast<double>(lq * lk);
+          if (selection.takes("same bits", work)) same_bits(isa, dtype, lq, lk, causal);
         }
       }
     }

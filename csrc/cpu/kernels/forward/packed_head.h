@@ -22,8 +22,9 @@ struct PackedHead {
   int64_t first_key;
 };
 
-// Every few lines of a panel of rows so far apart lie on another page: worth a copy for so many query rows.
-constexpr int64_t kFarRowBytes = 1024, kRowsWorthACopy = 256;
+// Every few lines of a panel of rows so far apart lie on another page: worth a copy for so many query rows,
+// and for these where other heads' rows lie between them.
+constexpr int64_t kFarRowBytes = 1024, kRowsWorthACopy = 256, kRowsWorthACopyOfRowsApart = 48;
 // Rows a multiple of this apart put one another out of the nearest cache: for so many pairs of row and key.
 constexpr int64_t kCollidingRowBytes = 2048, kPairsWorthACopy = 16384;
 
@@ -33,6 +34,7 @@ template <typename S>
 bool values_are_worth_packing(const ForwardParams& params) {
   const AttentionShape& shape = params.shape;
   const int64_t rows = shape.query_len * group_size(shape);
+  if (params.value.row_stride != shape.value_dim && rows >= kRowsWorthACopyOfRowsApart) return true;
   if (rows == 0 || params.rule.window_left >= 0) return false;
   if (2 * window_keys(params.rule, shape.key_len, shape.query_len - 1).end < shape.key_len) return false;
   const int64_t bytes = params.value.row_stride * static_cast<int64_t>(sizeof(typename S::Element));
@@ -53,7 +55,7 @@ bool values_stay_in_place(const ForwardParams& params) {
   for (int64_t b = 0; value.batch_offsets != nullptr && b < params.shape.batch; ++b) {
     aligned = aligned && value.batch_offsets[b] % S::kLane == 0;
   }
-  return aligned && value.column_stride == 1 && value.row_stride == dim &&
+  return aligned && value.column_stride == 1 && value.row_stride % S::kLane == 0 &&
          !values_are_worth_packing<S>(params);
 }
 

@@ -124,15 +124,15 @@ ATTN_EXT_INLINE void gather_row(const Element* from, int64_t stride, int64_t cou
   for (int64_t i = 0; i < count; ++i) to[i] = from[i * stride];
 }
 
-// Asks for the memory of a row: short runs, far apart, are nothing that the processor foresees by itself.
+// Asks for the memory of a row: short runs, far apart, are nothing that the processor foresees by itself. So
+// many rows before it is read.
+constexpr int64_t kRowsAhead = 16;
 template <typename Element>
 ATTN_EXT_INLINE void prefetch_row(const Element* row, int64_t stride, int64_t count) {
   constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(Element));
   const int64_t step = larger(stride, kLine);
   for (int64_t i = 0; i < count * stride; i += step) __builtin_prefetch(row + i, 0, 2);
 }
-
-constexpr int64_t kGatheredRowsAhead = 16;
 
 // Copies rows [row, row + rows) x columns [column, column + columns) into a dense block, zero past the
 // matrix. Out of line to keep the packing loops small.
@@ -146,7 +146,7 @@ __attribute__((noinline)) void gather_block(const Matrix<Element>& m, int64_t ro
     if (m.column_stride == 1) {
       memcpy(out, from, static_cast<size_t>(present) * sizeof(Element));
     } else {
-      if (m.row_stride != 1) prefetch_row(from + kGatheredRowsAhead * m.row_stride, m.column_stride, present);
+      if (m.row_stride != 1) prefetch_row(from + kRowsAhead * m.row_stride, m.column_stride, present);
       gather_row(from, m.column_stride, present, out);
     }
     memset(out + present, 0, static_cast<size_t>(columns - present) * sizeof(Element));

@@ -83,11 +83,9 @@ void pack_row_panels(const Matrix<Element>& m, int64_t width, typename Product::
 
 // A row along memory.
 template <typename Product, typename Element>
-ATTN_EXT_INLINE void pack_row(const Element* from, int64_t columns, const Element* ahead,
-                              typename Product::Operand* out) {
+ATTN_EXT_INLINE void pack_row(const Element* from, int64_t columns, typename Product::Operand* out) {
   constexpr int64_t kCount = kLanes<typename Product::Operand>, kElements = kCount * Product::kDepth;
   for (int64_t c = 0; c < columns; c += kElements, out += kCount) {
-    if (ahead != nullptr) __builtin_prefetch(ahead + c, 0, 2);
     const bool whole = c + kElements <= columns;
     store(out,
           whole ? load_operands<Product>(from + c) : load_operands_partial<Product>(from + c, columns - c));
@@ -101,8 +99,14 @@ void pack_gathered_row(const Matrix<Element>& m, int64_t r, typename Product::Op
   Element block[kColumns];
   for (int64_t c = 0; c < m.columns; c += kColumns, out += kColumns / Product::kDepth) {
     gather_block(m, r, 1, c, kColumns, block);
-    pack_row<Product, Element>(block, smaller(kColumns, m.columns - c), nullptr, out);
+    pack_row<Product, Element>(block, smaller(kColumns, m.columns - c), out);
   }
+}
+
+// Whether some of its rows are worth asking for ahead: others' lie between them.
+template <typename Element>
+ATTN_EXT_INLINE bool lies_apart(const Matrix<Element>& m, int64_t rows) {
+  return rows >= kRowsAhead && m.row_stride != m.columns;
 }
 
 // rows [first, first + count) of the source, `stride` operands apart; each row is written to a whole vector.
@@ -113,12 +117,12 @@ void pack_rows(const Matrix<Element>& m, int64_t first, int64_t count, typename 
     return pack_columns_as_rows<Product>(
         Matrix<Element>{m.data + first, m.column_stride, 1, m.columns, count}, out, stride);
   }
-  constexpr int64_t kRowsAhead = 16;
-  const bool asks = count >= kRowsAhead && m.row_stride != m.columns;
+  const bool asks = lies_apart(m, count);
   for (int64_t r = first; r < first + count; ++r, out += stride) {
     const Element* from = m.data + r * m.row_stride;
     if (m.column_stride == 1) {
-      pack_row<Product>(from, m.columns, asks ? from + kRowsAhead * m.row_stride : nullptr, out);
+      if (asks) prefetch_row(from + kRowsAhead * m.row_stride, 1, m.columns);
+      pack_row<Product>(from, m.columns, out);
     } else {
       pack_gathered_row<Product>(m, r, out);
     }
@@ -271,10 +275,14 @@ void pack_row_panels(const Matrix<Element>& m, int64_t width, typename Product::
     return;
   }
   const int64_t depth = depth_of<Product>(m.rows);
+  const bool asks = m.column_stride == 1 && lies_apart(m, m.rows);
   for (int64_t k = 0; k < depth; ++k) {
     const int64_t row = k * Product::kDepth;
     const Element* from = m.data + row * m.row_stride;
     const bool in_rows = m.column_stride == 1 && row + Product::kDepth <= m.rows;
+    for (int64_t i = 0; asks && i < Product::kDepth; ++i) {
+      prefetch_row(from + (kRowsAhead + i) * m.row_stride, 1, m.columns);
+    }
     typename Product::Operand* to = out + k * width;
     int64_t column = 0;
     for (int64_t panel_end = width; column < m.columns; panel_end += width, to += panel_stride) {
