@@ -5,7 +5,8 @@
 #   CXX              the compiler, which has a build folder of its own
 #   CXXFLAGS         more flags for it
 #   KERNEL_SETS      of the instruction sets, those to build and run, as in "baseline;avx2"; default: all
-#   KERNEL_SHARE     n: every n-th case, others on each set, and each header alone on one set; default: 1, all of them
+#   KERNEL_SHARE     n: an n-th of the cases by their work, others on each set, and each header alone on one set;
+#                    default: 1, all of them
 #   BUILD_TYPE       Release or Debug, where no sanitizer chooses; default: Release
 #   ATTN_EXT_WERROR  ON: every C++ warning is an error
 set -euo pipefail

@@ -6,7 +6,7 @@
 #   bash scripts/matrix.sh [PATTERN]   only the rows whose names match the extended regular expression; the others
 #                                      stay as they were written last
 #   KERNEL_SETS    of the instruction sets, those of the kernel tests; default: all
-#   KERNEL_SHARE   n: every n-th case of the kernel tests, others on each set; default: 1, all of them
+#   KERNEL_SHARE   n: an n-th of the kernel tests by their work, others on each set; default: 1, all of them
 #   ROW_SECONDS    how long a row may take; default: 3600
 #   TORCHES        versions of torch; default: 2.11.0 2.12.0 2.13.0 2.14.0 2.15.0
 #   PART           what of the tests runs with each torch; default: tests/test_forward.py tests/test_backward.py

@@ -1243,7 +1243,7 @@ int64_t run_all(const cpu::KernelSet& isa, Selection selection) {
     if (!has_own_kernels(isa, dtype)) continue;
     paths.clear();
     for (const Case& c : cases()) {
-      if (!selection.takes(c.name)) continue;
+      if (!selection.takes(c.name, work_of(c))) continue;
       run_case(isa, c, dtype);
       ++count;
     }

@@ -198,7 +198,7 @@ int main(int argc, char** argv) {
   return attn_ext::test::run_tests(argc, argv, [](const auto& set, auto selection) {
     int64_t count = 0;
     for (const auto& c : attn_ext::test::cases()) {
-      if (!attn_ext::test::has_own_kernels(set, c.dtype) || !selection.takes(c.name())) continue;
+      if (!attn_ext::test::has_own_kernels(set, c.dtype) || !selection.takes(c.name(), 1)) continue;
       attn_ext::test::run(*set.kernels, c, attn_ext::test::kRacesOnly ? 3 : 1 + static_cast<int>(count % 3));
       ++count;
     }

@@ -415,17 +415,30 @@ inline std::vector<Placement> placements_in_turn(int64_t n) {
 
 inline constexpr int kSkipped = 77;  // what ctest takes for "cannot be run here"
 
-// Which cases run: those whose name holds `part`; and where KERNEL_SHARE is n, every n-th of them, others on
-// each instruction set, so that n sets run each case once.
+// How long a case of these sizes takes, in multiply-adds: numbers are made, read and compared, and any case
+// has plans.
+template <typename Case>
+double work_of(const Case& c) {
+  constexpr double kOfANumber = 10, kOfACase = 4e4;
+  const auto dims = static_cast<double>(c.head_dim + c.value_dim);
+  const auto queries = static_cast<double>(c.batch * c.query_heads * c.query_len);
+  const auto keys = static_cast<double>(c.batch * c.key_heads * c.key_len);
+  return queries * static_cast<double>(c.key_len) * dims + kOfANumber * (queries + keys) * dims + kOfACase;
+}
+
+// Which cases run: those whose name holds `part`; and where KERNEL_SHARE is n, an n-th of them by their work,
+// others on each instruction set, so that n sets run each case once.
 struct Selection {
   std::string part;
-  int64_t share = 1, set = 0, count = 0;
-  bool is_whole() const { return part.empty() && share == 1; }
-  // Whether the next case runs. Cases come in rows of as many as there are dtypes: no set gets one alone.
-  bool takes(const std::string& name) {
+  std::vector<double> work_of_shares = {0};
+  int64_t set = 0;
+  bool is_whole() const { return part.empty() && work_of_shares.size() == 1; }
+  // Whether the next case runs: it goes to the share that has the least to do.
+  bool takes(const std::string& name, double work) {
     if (name.find(part) == std::string::npos) return false;
-    const int64_t i = count++;
-    return (i + i / share + set) % share == 0;
+    const auto least = std::min_element(work_of_shares.begin(), work_of_shares.end());
+    *least += work;
+    return (least - work_of_shares.begin() + set) % static_cast<int64_t>(work_of_shares.size()) == 0;
   }
 };
 
@@ -441,7 +454,7 @@ int run_tests(int argc, char** argv, Test test) {
   Selection selection;
   if (argc > 2) selection.part = argv[2];
   if (const char* share = std::getenv("KERNEL_SHARE")) {
-    selection.share = std::max(int64_t{1}, int64_t{std::atoi(share)});
+    selection.work_of_shares.resize(static_cast<size_t>(std::max(1, std::atoi(share))));
   }
   bool any = false;
   for (const cpu::KernelSet& set : cpu::supported_kernel_sets()) {
