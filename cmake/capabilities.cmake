@@ -16,7 +16,7 @@ endif()
 # Intel processors from Skylake to Cascade Lake decode a loop anew each time around where its jump back crosses or ends
 # at 32 bytes, as chance will have it (docs/trials.md): the assembler keeps jumps from there. GCC's is another program.
 set(jumps)
-if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$")
+if(NOT CMAKE_SCRIPT_MODE_FILE AND CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$")
   include(CheckCXXCompilerFlag)
   foreach(flag IN ITEMS -Wa,-mbranches-within-32B-boundaries -mbranches-within-32B-boundaries)
     string(MAKE_C_IDENTIFIER "ATTN_EXT_HAS${flag}" has_flag)

@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import os
 import re
+import shutil
 import subprocess
 import sys
 import types
@@ -339,6 +340,15 @@ class TestDecodeFromMemory:
             calls["attn_ext"]()
         assert len(set(seen)) == 3
         assert seen[:3] == seen[3:]
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not there")
+def test_instruction_counts_reads_the_flags_of_each_set():
+    module = load("benchmarks/instruction_counts.py")
+    x86 = module.flags_of_sets(module.X86)
+    assert list(x86) == ["baseline", "avx2", "avx512", "avx512_bf16"]
+    assert all("-mavx2" in x86[name] for name in list(x86)[1:])
+    assert "-DATTN_EXT_NEON" in module.flags_of_sets("aarch64")["neon"]
 
 
 class TestTables:
