@@ -4,7 +4,8 @@
 # are missing. Where they are not to be had, it says so and ends with 77: nothing was checked.
 #
 #   KERNEL_SETS      of the instruction sets, those to build and run; default: "neon;neon_bf16"
-#   KERNEL_SHARE     n: an n-th of the cases by their work, others on each set; default: 1, all of them, which takes hours
+#   KERNEL_SHARE     n: an n-th of the cases by their work, others on each set;
+#                    default: 1, all of them, which takes hours
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 

@@ -524,12 +524,12 @@ std::vector<Case> cases() {
   for (const int64_t lq : {20, 47, 48}) {  // values are read where they lie, and copied
     for (const int poisoned : {0, 5}) {
       add("values beside other heads'", [&](Case& c) {
-        sized(c, lq, 333, 20, 64);
+        sized(c, lq, lq == 20 ? 1177 : 333, 20, 64);
         c.batch = 2;
         c.poison_values = poisoned;
         c.mask = "rc";
         c.placement.order = "brhc";
-        if (lq == 47) c.rule.window_left = 100, c.rule.query_offset = 200;
+        if (poisoned > 0 && lq == 47) c.rule.window_left = 100, c.rule.query_offset = 200;
       });
     }
   }

@@ -13,6 +13,7 @@ struct Case {
   int64_t query_len = 1, key_len = 300, head_dim = 24, value_dim = 20;
   double key_factor = 1, value_factor = 1;  // powers of two: no bit of a product changes
 
+  double work() const { return static_cast<double>((10 + query_len) * key_len * (head_dim + value_dim)); }
   std::string name() const {
     std::string all = "stored";
     for (const int64_t number : {static_cast<int64_t>(dtype), static_cast<int64_t>(stored), page_rows,
@@ -198,7 +199,7 @@ int main(int argc, char** argv) {
   return attn_ext::test::run_tests(argc, argv, [](const auto& set, auto selection) {
     int64_t count = 0;
     for (const auto& c : attn_ext::test::cases()) {
-      if (!attn_ext::test::has_own_kernels(set, c.dtype) || !selection.takes(c.name(), 1)) continue;
+      if (!attn_ext::test::has_own_kernels(set, c.dtype) || !selection.takes(c.name(), c.work())) continue;
       attn_ext::test::run(*set.kernels, c, attn_ext::test::kRacesOnly ? 3 : 1 + static_cast<int>(count % 3));
       ++count;
     }

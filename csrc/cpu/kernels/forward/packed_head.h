@@ -29,21 +29,23 @@ constexpr int64_t kFarRowBytes = 1024, kRowsWorthACopy = 256, kRowsWorthACopyOfR
 constexpr int64_t kCollidingRowBytes = 2048, kPairsWorthACopy = 16384;
 
 // Whether values that could be read where they lie are read faster from a copy. Where each row sees but some
-// of the keys a copy is of many that few rows read.
+// of the keys a copy is of many that few rows read: of rows that lie one after the other none is made.
 template <typename S>
 bool values_are_worth_packing(const ForwardParams& params) {
   const AttentionShape& shape = params.shape;
   const int64_t rows = shape.query_len * group_size(shape);
-  if (params.value.row_stride != shape.value_dim && rows >= kRowsWorthACopyOfRowsApart) return true;
-  if (rows == 0 || params.rule.window_left >= 0) return false;
-  if (2 * window_keys(params.rule, shape.key_len, shape.query_len - 1).end < shape.key_len) return false;
+  const bool lie_apart = params.value.row_stride != shape.value_dim;
+  if (lie_apart && rows >= kRowsWorthACopyOfRowsApart) return true;
+  if (rows == 0 || params.rule.window_left >= 0) return lie_apart;
+  if (2 * window_keys(params.rule, shape.key_len, shape.query_len - 1).end < shape.key_len) return lie_apart;
   const int64_t bytes = params.value.row_stride * static_cast<int64_t>(sizeof(typename S::Element));
   if (bytes < kFarRowBytes) return false;
   if (bytes % kCollidingRowBytes == 0 && rows * shape.key_len >= kPairsWorthACopy) return true;
   return rows >= kRowsWorthACopy;
 }
 
-// Whether values are multiplied where they lie: whole cache lines from the first on, and not too far apart.
+// Whether values are multiplied where they lie: whole vectors, the first on a cache line, and not too far
+// apart.
 template <typename S>
 bool values_stay_in_place(const ForwardParams& params) {
   if (!std::is_same_v<typename S::Element, typename S::Operand>) return false;
@@ -124,11 +126,12 @@ void pack_values(const ForwardParams& params, const ForwardPlan& plan, const Pac
   const StoredRows<Element> value(params.value, params.value_storage, batch, key_head, 0,
                                   params.shape.value_dim);
   const int64_t width = packed.values.row_stride;
+  constexpr bool kAsksAhead = true;
   for (int64_t j = begin; j < end; j += S::kPanel) {
     const Matrix<Element> rows = value.rows(first + j, smaller(S::kPanel, end - j), buffer);
     pack_row_panels<Product>(rows, width,
                              const_cast<typename S::Operand*>(packed.values.data) + j / S::kDepth * width,
-                             packed.values.panel_stride);
+                             packed.values.panel_stride, kAsksAhead);
   }
 }
 

@@ -41,7 +41,7 @@ struct KeyPiecesPlan {
 // outputs alone.
 struct ForwardPlan {
   ForwardPath path;
-  bool value_in_place;  // values already lie as a packed panel would
+  bool value_in_place;  // values are multiplied where they lie
   int64_t block_rows;   // query rows of a block
   int64_t block_keys;   // keys of a block
   AllKeysPlan all_keys;

@@ -124,9 +124,11 @@ ATTN_EXT_INLINE void gather_row(const Element* from, int64_t stride, int64_t cou
   for (int64_t i = 0; i < count; ++i) to[i] = from[i * stride];
 }
 
-// Asks for the memory of a row: short runs, far apart, are nothing that the processor foresees by itself. So
-// many rows before it is read.
+// Short runs, far apart, are nothing that the processor foresees by itself: a row is asked for so many rows
+// before it is read.
 constexpr int64_t kRowsAhead = 16;
+
+// Asks for the memory of a row.
 template <typename Element>
 ATTN_EXT_INLINE void prefetch_row(const Element* row, int64_t stride, int64_t count) {
   constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(Element));

@@ -79,7 +79,7 @@ template <typename Product, typename Element>
 void pack_columns_as_rows(const Matrix<Element>& m, typename Product::Operand* out, int64_t stride);
 template <typename Product, typename Element>
 void pack_row_panels(const Matrix<Element>& m, int64_t width, typename Product::Operand* out,
-                     int64_t panel_stride);
+                     int64_t panel_stride, bool asks_ahead = false);
 
 // A row along memory.
 template <typename Product, typename Element>
@@ -263,10 +263,10 @@ ATTN_EXT_INLINE Vec<typename Product::Operand> load_row_operands_partial(const E
   }
 }
 
-// Panels of `width` columns, panel_stride operands apart.
+// Panels of `width` columns, panel_stride operands apart. `asks_ahead`: for rows that lie apart.
 template <typename Product, typename Element>
 void pack_row_panels(const Matrix<Element>& m, int64_t width, typename Product::Operand* out,
-                     int64_t panel_stride) {
+                     int64_t panel_stride, bool asks_ahead) {
   constexpr int64_t kWidth = kLanes<typename Product::Operand>;
   if (lies_across(m)) {
     for (int64_t c = 0; c < m.columns; c += width, out += panel_stride) {
@@ -275,7 +275,7 @@ void pack_row_panels(const Matrix<Element>& m, int64_t width, typename Product::
     return;
   }
   const int64_t depth = depth_of<Product>(m.rows);
-  const bool asks = m.column_stride == 1 && lies_apart(m, m.rows);
+  const bool asks = asks_ahead && m.column_stride == 1 && lies_apart(m, m.rows);
   for (int64_t k = 0; k < depth; ++k) {
     const int64_t row = k * Product::kDepth;
     const Element* from = m.data + row * m.row_stride;
