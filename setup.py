@@ -57,6 +57,8 @@ class CMakeBuild(build_ext):
             [f"-DATTN_EXT_TORCH_RPATH={Path(torch.directory, 'lib') if in_place else beside_torch}"],
             [f"-DATTN_EXT_TORCH_JOBS={'' if jobs_are_given else limits.torch}"],
             [f"-DATTN_EXT_WERROR={os.environ.get('ATTN_EXT_WERROR', 'OFF')}"],
+            # File by file where somebody may change them, and an editor asks for the commands.
+            [f"-DATTN_EXT_UNITY_BUILD={'OFF' if in_place else 'ON'}"],
             ["-DCMAKE_INSTALL_LIBDIR=lib"],
             shlex.split(os.environ.get("CMAKE_ARGS", "")),
         )

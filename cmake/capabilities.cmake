@@ -30,11 +30,17 @@ endif()
 
 set(avx2 ${baseline} ${jumps} -mavx2 -mfma -mf16c -mpopcnt)
 set(avx512 ${avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512cd)
-set(avx512_bf16 ${avx512} -mavx512bf16)
+set(avx512_bf16 ${avx512} -mavx512bf16 -DATTN_EXT_BFLOAT16_ALONE)
 set(amx ${avx512_bf16} -DATTN_EXT_AMX)
 
 set(neon ${baseline} -DATTN_EXT_NEON)
-set(neon_bf16 -march=armv8.2-a+bf16 -DATTN_EXT_NEON)
+set(neon_bf16 -march=armv8.2-a+bf16 -DATTN_EXT_NEON -DATTN_EXT_BFLOAT16_ALONE)
+
+# A set whose instructions multiply bfloat16 and nothing else has kernels of bfloat16 alone (ATTN_EXT_BFLOAT16_ALONE);
+# those of other dtypes it takes from this one (csrc/cpu/kernel_sets.cpp).
+set(avx512_bf16_takes avx512)
+set(amx_takes avx512)
+set(neon_bf16_takes neon)
 
 set(ATTN_EXT_KERNEL_SETS "" CACHE STRING "Of the instruction sets, those to build; empty: all")
 
@@ -47,9 +53,7 @@ macro(attn_ext_add_kernels target)
   attn_ext_add_capability(${target} avx2          "x86_64|AMD64"   "${avx2}"          ${ARGN})
   attn_ext_add_capability(${target} avx512        "x86_64|AMD64"   "${avx512}"        ${ARGN})
   attn_ext_add_capability(${target} avx512_bf16   "x86_64|AMD64"   "${avx512_bf16}"   ${ARGN})
-  if(NOT ATTN_EXT_KERNEL_SETS OR "avx512" IN_LIST ATTN_EXT_KERNEL_SETS)  # some of its ways are those of avx512
-    attn_ext_add_capability(${target} amx         "x86_64|AMD64"   "${amx}"            ${ARGN})
-  endif()
+  attn_ext_add_capability(${target} amx           "x86_64|AMD64"   "${amx}"           ${ARGN})
   attn_ext_add_capability(${target} neon          "aarch64|arm64"  "${neon}"          ${ARGN})
   attn_ext_add_capability(${target} neon_bf16     "aarch64|arm64"  "${neon_bf16}"     ${ARGN})
 endmacro()
@@ -60,6 +64,10 @@ function(attn_ext_add_capability target name processors flags)
   endif()
   if(ATTN_EXT_KERNEL_SETS AND NOT name IN_LIST ATTN_EXT_KERNEL_SETS)
     return()
+  endif()
+  if(DEFINED ${name}_takes AND NOT TARGET ${target}_kernels_${${name}_takes})
+    message(FATAL_ERROR "ATTN_EXT_KERNEL_SETS has ${name} and not ${${name}_takes}, whose kernels ${name} takes for all "
+                        "dtypes but bfloat16: add ${${name}_takes}.")
   endif()
   set(objects ${target}_kernels_${name})
   add_library(${objects} OBJECT ${ARGN})

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# With Clang, warnings as errors: the kernel tests on one instruction set, and the library and the Python module
-# (-O0, and some files as one: they are compiled, not run). CXX names the compiler; else the newest on PATH is
-# taken, or, for root on Debian and Ubuntu, installed. Where none is to be had, it says so and ends with 77:
-# nothing was checked.
+# With Clang, warnings as errors: the kernel tests on one instruction set, under sanitizers where Clang comes with their
+# runtime, and the library and the Python module (-O0, and some files as one: they are compiled, not run). CXX names
+# the compiler; else the newest on PATH is taken, or, for root on Debian and Ubuntu, installed. Where none is to be
+# had, it says so and ends with 77: nothing was checked.
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 find_clang() {
@@ -19,7 +19,8 @@ find_clang() {
 install_clang() {
   [[ "$(id -u)" == 0 ]] && command -v apt-get >/dev/null || return 1
   echo "Installing Clang with apt-get"
-  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends clang; } >/dev/null
+  local packages=(clang libclang-rt-dev)
+  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "${packages[@]}"; } >/dev/null
 }
 
 if ! clang="$(find_clang)"; then
@@ -30,7 +31,9 @@ if ! clang="$(find_clang)"; then
 fi
 "$clang" --version | head -1
 
-CXX="$clang" ATTN_EXT_WERROR=ON KERNEL_SETS="${KERNEL_SETS:-avx2}" "$root/scripts/kernel_tests.sh" none
+sanitize=address,undefined
+"$clang" -fsanitize="$sanitize" -x c++ -o /dev/null - <<<'int main() {}' || sanitize=none
+CXX="$clang" ATTN_EXT_WERROR=ON KERNEL_SETS="${KERNEL_SETS:-avx2}" "$root/scripts/kernel_tests.sh" "$sanitize"
 
 install_attn_ext test
 build="$root/build/clang"

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Installs the C++ library into build/cpp-install, builds examples/cpp against that install and runs them.
+# Installs the C++ library into build/cpp-install, builds examples/cpp against that install and runs them. CMAKE_ARGS
+# goes to the library's CMake.
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 install_attn_ext test
@@ -7,8 +8,10 @@ build="$root/build"
 torch="$("$venv/bin/python" -c 'import torch; print(torch.utils.cmake_prefix_path)')"
 PATH="$PATH:$venv/bin"
 warnings_are="${ATTN_EXT_WERROR:-OFF}"
+read -ra arguments <<<"${CMAKE_ARGS:-}"
 
-cmake -S "$root" -B "$build/cpp-library" -G Ninja -DCMAKE_PREFIX_PATH="$torch" -DATTN_EXT_WERROR="$warnings_are"
+cmake -S "$root" -B "$build/cpp-library" -G Ninja -DCMAKE_PREFIX_PATH="$torch" -DATTN_EXT_WERROR="$warnings_are" \
+  "${arguments[@]}"
 cmake --build "$build/cpp-library"
 cmake --install "$build/cpp-library" --prefix "$build/cpp-install"
 

@@ -164,8 +164,8 @@ def test_a_read_only_source_tree_builds_in_the_users_cache(small, tmp_path):
     ("cores", "gigabytes", "expected"),
     [
         (8, 64, (8, 8)),  # cores are what there is least of
-        (8, 4.5, (5, 5)),  # five files with torch's headers, and no room for a kernel beside them
-        (8, 1.75, (3, 1)),  # one such file and two kernels
+        (8, 5.25, (5, 5)),  # five files with torch's headers, and no room for a kernel beside them
+        (8, 1.85, (3, 1)),  # one such file and two kernels
         (8, 0.5, (1, 1)),
         (1, 64, (1, 1)),
     ],

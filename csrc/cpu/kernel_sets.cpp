@@ -36,6 +36,28 @@ Features supported_features() {
   return features;
 }
 
+/// Of bfloat16 alone, of which the set has kernels of its own; of other dtypes those of the set that it is
+/// built on.
+[[maybe_unused]] KernelTable with_bfloat16(KernelTable kernels, const DtypeKernels* bfloat16) {
+  kernels.of[kBFloat16Kernels] = bfloat16;
+  return kernels;
+}
+
+#ifdef ATTN_EXT_HAS_avx512_bf16
+const KernelTable* avx512_bf16_kernels() {
+  static const KernelTable table =
+      with_bfloat16(avx512::kKernels, avx512_bf16::kKernels.of[kBFloat16Kernels]);
+  return &table;
+}
+#endif
+
+#ifdef ATTN_EXT_HAS_neon_bf16
+const KernelTable* neon_bf16_kernels() {
+  static const KernelTable table = with_bfloat16(neon::kKernels, neon_bf16::kKernels.of[kBFloat16Kernels]);
+  return &table;
+}
+#endif
+
 #ifdef ATTN_EXT_HAS_amx
 /// Those that are there, in the place of others.
 template <typename Ways>
@@ -59,11 +81,7 @@ const KernelTable* amx_kernels() {
     kernels.saves_weights = own.saves_weights;
     return kernels;
   }();
-  static const KernelTable table = [] {
-    KernelTable kernels = avx512::kKernels;
-    kernels.of[kBFloat16Kernels] = &bfloat16;
-    return kernels;
-  }();
+  static const KernelTable table = with_bfloat16(avx512::kKernels, &bfloat16);
   return &table;
 }
 #endif
@@ -81,7 +99,7 @@ std::vector<KernelSet> built_kernel_sets() {
       {"avx512", &avx512::kKernels, avx512::kFeatures},
 #endif
 #ifdef ATTN_EXT_HAS_avx512_bf16
-      {"avx512_bf16", &avx512_bf16::kKernels, avx512_bf16::kFeatures},
+      {"avx512_bf16", avx512_bf16_kernels(), avx512_bf16::kFeatures},
 #endif
 #ifdef ATTN_EXT_HAS_amx
       {"amx", amx_kernels(), amx::kFeatures},
@@ -90,7 +108,7 @@ std::vector<KernelSet> built_kernel_sets() {
       {"neon", &neon::kKernels, neon::kFeatures},
 #endif
 #ifdef ATTN_EXT_HAS_neon_bf16
-      {"neon_bf16", &neon_bf16::kKernels, neon_bf16::kFeatures},
+      {"neon_bf16", neon_bf16_kernels(), neon_bf16::kFeatures},
 #endif
   };
 }

@@ -442,9 +442,10 @@ struct Selection {
   }
 };
 
-// The set amx has kernels of its own for bfloat16 alone; all others are those of avx512.
+// Sets that multiply bfloat16 alone in ways of their own have the kernels of others for all else.
 inline bool has_own_kernels(const cpu::KernelSet& set, ScalarKind dtype) {
-  return std::string_view(set.name) != "amx" || dtype == ScalarKind::kBFloat16;
+  const std::string_view name = set.name;
+  return (name != "avx512_bf16" && name != "amx" && name != "neon_bf16") || dtype == ScalarKind::kBFloat16;
 }
 
 // The tests of both programs: PROGRAM CAPABILITY [part of a case's name].

@@ -1,4 +1,4 @@
-#if !defined(ATTN_EXT_AMX)  // where bfloat16 alone has products of its own
+#if !defined(ATTN_EXT_BFLOAT16_ALONE)
 #include "dtype_kernels.h"
 
 namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {

@@ -6,8 +6,7 @@ namespace attn_ext::cpu::ATTN_EXT_CPU_CAPABILITY {
 extern const DtypeKernels kFloat64, kFloat32, kBFloat16, kFloat16;  // a file each
 
 extern const KernelTable kKernels;
-#if defined(ATTN_EXT_AMX)
-// No other dtype has products of its own here, nor have few rows: kernel_sets.cpp takes them of other sets.
+#if defined(ATTN_EXT_BFLOAT16_ALONE)  // kernel_sets.cpp takes all else of another set
 constinit const KernelTable kKernels = {{nullptr, nullptr, &kBFloat16, nullptr}};
 #else
 constinit const KernelTable kKernels = {{&kFloat64, &kFloat32, &kBFloat16, &kFloat16}};
