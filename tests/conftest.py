@@ -1,7 +1,9 @@
-"""Options of the suite: `--device` (or ATTN_EXT_TEST_DEVICE) and `--slow`."""
+"""Options of the suite: `--device` (or ATTN_EXT_TEST_DEVICE), `--slow` and `--bits`."""
 
 import importlib.util
+import itertools
 import os
+import zlib
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,6 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run tests on this device; may be repeated; default: cpu, and cuda where there is one",
     )
     parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
+    parser.addoption("--bits", metavar="K/N", help="of the tests of test_bits.py, the K-th of N parts")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,7 +64,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     return LongTestsApart(config, log)
 
 
+def _keep_a_part_of_the_bits(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part, parts = map(int, config.getoption("--bits").split("/"))
+
+    def is_left_out(item: pytest.Item) -> bool:
+        # By name: tests of one dtype or length are as many places apart as there are dtypes or lengths.
+        return item.path.name == "test_bits.py" and zlib.crc32(item.name.encode()) % parts != part
+
+    config.hook.pytest_deselected(items=list(filter(is_left_out, items)))
+    items[:] = itertools.filterfalse(is_left_out, items)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--bits"):
+        _keep_a_part_of_the_bits(config, items)
     if config.getoption("--slow"):
         items.sort(key=lambda item: "slow" not in item.keywords)
         return

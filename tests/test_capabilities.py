@@ -26,9 +26,11 @@ NUMERICAL = (
 )
 OTHERS = [name for name in attn_ext.available_cpu_capabilities() if name != attn_ext.cpu_capability()]
 
+#: Of the tests of bits, which take longest, each set but the one in use runs one part, another one each.
+PARTS_OF_BITS = 3
 
-#: Differ from ``avx512`` in bfloat16 alone.
-OF_BFLOAT16 = ("avx512_bf16", "amx")
+#: Differ from each other in bfloat16 alone.
+ALIKE = (("avx512", "avx512_bf16", "amx"), ("neon", "neon_bf16"))
 
 
 def run(capability: str, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -84,10 +86,19 @@ def test_amx_is_the_best_set_only_where_there_is_a_matrix_unit():
     assert without[-1] != "amx"
 
 
+def has_kernels_of_another_set(capability: str) -> bool:
+    """For all dtypes but bfloat16, of a set whose tests run whole: the one in use, or else the first one."""
+    alike = next((sets for sets in ALIKE if capability in sets), (capability,))
+    whole = attn_ext.cpu_capability() if attn_ext.cpu_capability() in alike else alike[0]
+    return capability != whole
+
+
 def run_numerical(capability: str, **variables: str) -> subprocess.CompletedProcess[str]:
     files = [str(TESTS / name) for name in NUMERICAL]
-    some = ["-k", "bfloat16"] if capability in OF_BFLOAT16 else []
-    options = ["-q", "-x", "--device", "cpu", "-p", "no:cacheprovider", "-p", "no:logging", *some]
+    some = ["-k", "bfloat16"] if has_kernels_of_another_set(capability) else []
+    part = attn_ext.available_cpu_capabilities().index(capability) % PARTS_OF_BITS
+    options = ["-q", "-x", "--device", "cpu", "-p", "no:cacheprovider", "-p", "no:logging"]
+    options += [f"--bits={part}/{PARTS_OF_BITS}", *some]
     return run(capability, "-m", "pytest", *options, *files, **variables)
 
 
