@@ -136,6 +136,10 @@ def main() -> None:
 
     chosen = OUTSIDE if options.outside else GRID
     cells = [c.name for c in chosen if any(fnmatch(c.name, pattern) for pattern in options.cells)]
+    if not cells:
+        parser.error(
+            f"no cell is named {' or '.join(options.cells)}: there are {', '.join(c.name for c in chosen)}"
+        )
     names = [(cell, mode, dtype) for mode in options.modes for dtype in options.dtype for cell in cells]
     slower = []
     print("| cell | mode | dtype | old | new | new / old | of the pairs |")

@@ -27,7 +27,7 @@ ATTN_EXT_INLINE Vec<uint32_t> exponents_carried(const Element* p) {
 }
 
 template <typename Element>
-bool all_finite(Matrix<Element> m);
+bool all_finite(Matrix<Element> m, bool asks_ahead = false);
 
 // Of columns that are no neighbours: block by block.
 template <typename Element>
@@ -46,7 +46,7 @@ bool all_gathered_finite(const Matrix<Element>& m) {
 }
 
 template <typename Element>
-bool all_finite(Matrix<Element> m) {
+bool all_finite(Matrix<Element> m, bool asks_ahead) {
   using T = Compute<Element>;
   if (lies_across(m)) m = transposed(m);
   if (m.column_stride != 1) return all_gathered_finite(m);
@@ -59,6 +59,7 @@ bool all_finite(Matrix<Element> m) {
   [[maybe_unused]] Vec<uint32_t> carried = {};
   for (int64_t r = 0; r < m.rows; ++r) {
     const Element* row = m.data + r * m.row_stride;
+    if (asks_ahead && m.rows > 1) prefetch_row(row + kRowsAhead * m.row_stride, 1, m.columns);
     int64_t c = 0;
     if constexpr (sizeof(Element) == 2) {
       for (; c + 2 * kWidth <= m.columns; c += 2 * kWidth) carried |= exponents_carried(row + c);

@@ -165,6 +165,16 @@ Operands<typename S::Operand> key_depth_rows(const KeyPack<S>& pack, const Matri
   return {out, width, 0};
 }
 
+// Rows of keys or values that lie apart are worth a copy if several panels read them, or if those of a tile
+// share sets of the nearest cache, which come again after 4 KB. Elements that are no pairs are worth it
+// always (docs/trials.md).
+template <typename S>
+bool is_read_once(const AttentionShape& shape, const Matrix<typename S::Element>& m) {
+  constexpr int64_t kSets = 4096 / static_cast<int64_t>(sizeof(typename S::Element));
+  const int64_t panels = group_size(shape) * ceil_div(shape.query_len, S::kPanel);
+  return S::kPaired && panels == 1 && m.row_stride % kSets != 0;
+}
+
 template <typename S>
 void pack_key_block(const BackwardParams& params, const KeyPack<S>& pack, int64_t batch, int64_t key_head,
                     Range keys, typename S::Element* cleaned) {
@@ -175,10 +185,11 @@ void pack_key_block(const BackwardParams& params, const KeyPack<S>& pack, int64_
       rows_of<Element>(params.key, batch, key_head, keys.begin, count, shape.head_dim);
   const Matrix<Element> value =
       rows_of<Element>(params.value, batch, key_head, keys.begin, count, shape.value_dim);
-  *pack.key_rows = left_operands<S>(key, pack.key_row_buffer, is_dense(key));
-  *pack.value_rows = left_operands<S>(value, pack.value_row_buffer, is_dense(value));
-  *pack.has_bad_values = !all_finite(value);
-  *pack.has_bad_keys = !all_finite(key);
+  const bool key_in_place = is_read_once<S>(shape, key), value_in_place = is_read_once<S>(shape, value);
+  *pack.key_rows = left_operands<S>(key, pack.key_row_buffer, key_in_place || is_dense(key));
+  *pack.value_rows = left_operands<S>(value, pack.value_row_buffer, value_in_place || is_dense(value));
+  *pack.has_bad_values = !all_finite(value, value_in_place);
+  *pack.has_bad_keys = !all_finite(key, key_in_place);
   *pack.has_sums = 0;
   if (params.grad_query.data == nullptr) return;
   const bool centred = keys_centre<S>(params);
