@@ -49,6 +49,11 @@ class CMakeBuild(build_ext):
         limits = compile_jobs.jobs(len(os.sched_getaffinity(0)), compile_jobs.memory())
         jobs_are_given = "CMAKE_BUILD_PARALLEL_LEVEL" in os.environ
         beside_torch = "$ORIGIN/../../torch/lib"
+        # File by file where somebody may change them, and an editor asks for the commands; for a wheel some
+        # as one, unless the objects are there already.
+        unity = ["-DATTN_EXT_UNITY_BUILD=OFF"] if in_place else []
+        if not in_place and not (build / "CMakeCache.txt").exists():
+            unity = ["-DATTN_EXT_UNITY_BUILD=ON"]
         self.check_run(
             [cmake, "-S", ROOT, "-B", build, "-G", "Ninja"],
             [f"-DCMAKE_MAKE_PROGRAM={backend.find_tool('ninja')}"],
@@ -57,8 +62,7 @@ class CMakeBuild(build_ext):
             [f"-DATTN_EXT_TORCH_RPATH={Path(torch.directory, 'lib') if in_place else beside_torch}"],
             [f"-DATTN_EXT_TORCH_JOBS={'' if jobs_are_given else limits.torch}"],
             [f"-DATTN_EXT_WERROR={os.environ.get('ATTN_EXT_WERROR', 'OFF')}"],
-            # File by file where somebody may change them, and an editor asks for the commands.
-            [f"-DATTN_EXT_UNITY_BUILD={'OFF' if in_place else 'ON'}"],
+            unity,
             ["-DCMAKE_INSTALL_LIBDIR=lib"],
             shlex.split(os.environ.get("CMAKE_ARGS", "")),
         )

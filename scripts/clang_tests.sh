@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # With Clang, warnings as errors: the kernel tests on one instruction set, under sanitizers where Clang comes with their
-# runtime, and the library and the Python module (-O0, and some files as one: they are compiled, not run). CXX names
-# the compiler; else the newest on PATH is taken, or, for root on Debian and Ubuntu, installed. Where none is to be
-# had, it says so and ends with 77: nothing was checked.
+# runtime, and the library and the Python module (-O0: they are compiled, not run; the library file by file, as CI does
+# nowhere else, and each set's kernels as one). CXX names the compiler; else the newest on PATH is taken, or, for root
+# on Debian and Ubuntu, installed. Where none is to be had, it says so and ends with 77: nothing was checked.
+# --sanitizers: says which there are, or none, and does nothing else.
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 find_clang() {
@@ -19,8 +20,9 @@ find_clang() {
 install_clang() {
   [[ "$(id -u)" == 0 ]] && command -v apt-get >/dev/null || return 1
   echo "Installing Clang with apt-get"
-  local packages=(clang libclang-rt-dev)
-  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "${packages[@]}"; } >/dev/null
+  export DEBIAN_FRONTEND=noninteractive
+  { apt-get update -qq && apt-get install -qq -y --no-install-recommends clang; } >/dev/null || return 1
+  apt-get install -qq -y --no-install-recommends libclang-rt-dev >/dev/null || echo "without the sanitizers' runtime"
 }
 
 if ! clang="$(find_clang)"; then
@@ -29,10 +31,15 @@ if ! clang="$(find_clang)"; then
     exit 77
   fi
 fi
-"$clang" --version | head -1
-
 sanitize=address,undefined
-"$clang" -fsanitize="$sanitize" -x c++ -o /dev/null - <<<'int main() {}' || sanitize=none
+"$clang" -fsanitize="$sanitize" -x c++ -o /dev/null - <<<'int main() {}' 2>/dev/null || sanitize=none
+if [[ "${1:-}" == --sanitizers ]]; then
+  echo "$sanitize"
+  exit
+fi
+"$clang" --version | head -1
+echo "sanitizers: $sanitize"
+
 CXX="$clang" ATTN_EXT_WERROR=ON KERNEL_SETS="${KERNEL_SETS:-avx2}" "$root/scripts/kernel_tests.sh" "$sanitize"
 
 install_attn_ext test

@@ -17,7 +17,7 @@ CALLS = {
     "causal": {"is_causal": True, "query_offset": 5},
     "softcap_and_window": {"softcap": 3.0, "window_left": 30},
 }
-by_dtype = pytest.mark.parametrize("dtype", DTYPES)
+by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 by_lengths = pytest.mark.parametrize(("query_len", "key_len"), LENGTHS)
 by_call = pytest.mark.parametrize("call", CALLS)
 
@@ -328,6 +328,7 @@ def test_a_few_rows_have_the_same_bits_in_a_large_group_over_pages(
 @pytest.mark.parametrize(
     ("batch", "key_heads", "dtype"),
     [*((1, heads, dtype) for heads in (1, 2) for dtype in DTYPES), (20, 2, torch.float32)],
+    ids=str,
 )
 @pytest.mark.parametrize("mask_shape", [(800, 1), (800,), (6, 800, 1), (800, 800)])
 def test_bits_of_a_mask_s_gradient_that_a_group_s_heads_share_do_not_depend_on_threads(
@@ -347,14 +348,15 @@ def test_bits_of_a_mask_s_gradient_that_a_group_s_heads_share_do_not_depend_on_t
         assert torch.equal(on_threads(threads, gradient), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
 @pytest.mark.parametrize("threads", [1, 2, 8])
 @pytest.mark.parametrize("key_len", [1024, 1030, 1056])
-def test_a_large_gradient_of_a_mask_has_the_bits_of_small_ones(key_len, threads):
+def test_a_large_gradient_of_a_mask_has_the_bits_of_small_ones(key_len, threads, dtype):
     """Past the caches where it takes megabytes and its rows are whole lines, some of which nobody sees."""
     query, key, value, grad = (
-        torch.randn(1, 4, length, 64, dtype=torch.bfloat16) for length in (512, key_len, key_len, 512)
+        torch.randn(1, 4, length, 64, dtype=dtype) for length in (512, key_len, key_len, 512)
     )
-    mask = torch.randn(1, 4, 512, key_len, dtype=torch.bfloat16)
+    mask = torch.randn(1, 4, 512, key_len, dtype=dtype)
     mask[..., 5:9] = mask[..., 200:270, 100:700] = -torch.inf
 
     def gradient(heads):

@@ -90,6 +90,7 @@ class SmallProject:
                 "PYTHONPATH": str(self.folder / "build_backend"),
                 "ATTN_EXT_TORCH_DIR": str(self.torch),
                 "CMAKE_CXX_COMPILER_LAUNCHER": str(self.launcher),
+                "CMAKE_ARGS": "",
                 **environment,
             },
             capture_output=True,

@@ -172,7 +172,7 @@ template <typename S>
 bool is_read_once(const AttentionShape& shape, const Matrix<typename S::Element>& m) {
   constexpr int64_t kSets = 4096 / static_cast<int64_t>(sizeof(typename S::Element));
   const int64_t panels = group_size(shape) * ceil_div(shape.query_len, S::kPanel);
-  return S::kPaired && panels == 1 && m.row_stride % kSets != 0;
+  return S::kPaired && panels == 1 && m.row_stride % kSets != 0 && are_operands<typename S::Product>(m);
 }
 
 template <typename S>
