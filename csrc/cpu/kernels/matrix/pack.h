@@ -347,7 +347,8 @@ void pack_columns_as_rows(const Matrix<Element>& m, typename Product::Operand* o
   for (int64_t row = 0; row < m.rows; row += kElements) {
     int64_t column = 0;
     if constexpr (Product::kDepth == 2 && sizeof(Element) == 2) {
-      for (; row + kElements <= m.rows && column + 2 * kSide <= m.columns; column += 2 * kSide) {
+      const bool whole = m.column_stride == 1 && row + kElements <= m.rows;
+      for (; whole && column + 2 * kSide <= m.columns; column += 2 * kSide) {
         turn_pairs<Product>(m.data + row * m.row_stride + column, m.row_stride,
                             out + column * stride + row / Product::kDepth, stride);
       }
