@@ -289,7 +289,7 @@ KNOWN = (
     Known("layout_.*", ".*", ".* blhdx.*", 14, "numbers between others': three times the memory"),
     Known("layout_(1|4|8|16)_rows", ".*", ".* bhdl.*", 2, "values are turned around in registers"),
     Known(
-        "layout_(1|4|8|16)_rows", "fwd", ".* blhd,.*", 1.5, "heads between each other: pages are read anew"
+        "layout_(1|4|8|16)_rows", "fwd", ".* blhd,.*", 1.45, "heads between each other: pages are read anew"
     ),
     Known("layout_32_rows", "fwd", ".* blhd,.*", 1.7, "heads between each other: pages are read anew"),
     Known(
